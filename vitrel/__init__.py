@@ -1,0 +1,27 @@
+"""Vision transformers with 2-D relative position attention, as ordinary timm models.
+
+Importing ``vitrel`` registers its models with timm.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vitrel import zoo as _zoo  # noqa: F401  registers the models with timm
+from vitrel.attention import RelativeAttention2d, explain
+from vitrel.maps import bias_maps
+from vitrel.relpos import RelPos
+
+if TYPE_CHECKING:
+    from vitrel.plots import plot_bias_maps
+
+__all__ = ["RelPos", "RelativeAttention2d", "bias_maps", "explain", "plot_bias_maps"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "plot_bias_maps":  # matplotlib is loaded when a picture is asked for, not before
+        from vitrel.plots import plot_bias_maps
+
+        return plot_bias_maps
+    raise AttributeError(f"module 'vitrel' has no attribute {name!r}")

@@ -1,0 +1,200 @@
+"""Multi-head self-attention on a patch grid with relative position: ``RelativeAttention2d``, and ``explain``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from timm.layers import Attention
+from torch import Tensor, nn
+
+from vitrel import attend
+from vitrel.grid import Grid
+from vitrel.relpos import PositionTerms, RelPos
+
+
+class RelativeAttention2d(Attention):
+    """timm's ``Attention`` with relative position terms between the patches of a grid.
+
+    Args:
+        dim: Model width D.
+        num_heads: H.
+        grid_size: (h, w) in patches.
+        rel_pos: A ``RelPos``, a name such as ``"txl"`` or ``"txl+bias"``, or a mapping of its fields.
+        num_prefix_tokens: Tokens before the patches (class token, registers); no term but content and u reaches them.
+        backend: ``auto``, ``dense`` or ``reference``.
+        **kwargs: Further arguments of timm's ``Attention``.
+
+    Raises:
+        ValueError: For an unknown scheme or backend.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        *,
+        grid_size: tuple[int, int],
+        rel_pos: Any = "bias",
+        num_prefix_tokens: int = 0,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
+        spec = RelPos.of(rel_pos)
+        self.grid_size = (int(grid_size[0]), int(grid_size[1]))
+        self.num_prefix_tokens = num_prefix_tokens
+        self.backend, self.backend_reason = attend.choose(backend, spec.terms)
+        self.position = PositionTerms(spec, self.num_heads, self.head_dim, self.grid_size, device=device, dtype=dtype)
+
+    @classmethod
+    def from_attention(
+        cls,
+        attn: Attention,
+        *,
+        grid_size: tuple[int, int],
+        rel_pos: Any = "bias",
+        num_prefix_tokens: int = 0,
+        backend: str = "auto",
+    ) -> RelativeAttention2d:
+        """A relative attention that takes over the layers (not copies) of a timm ``Attention``."""
+        weight = attn.qkv.weight
+        new = cls(
+            attn.qkv.in_features,
+            attn.num_heads,
+            attn_head_dim=attn.head_dim,
+            grid_size=grid_size,
+            rel_pos=rel_pos,
+            num_prefix_tokens=num_prefix_tokens,
+            backend=backend,
+            device="meta",
+        )
+        new.position = PositionTerms(
+            new.rel_pos, new.num_heads, new.head_dim, new.grid_size, device=weight.device, dtype=weight.dtype
+        )
+        for name, child in attn.named_children():
+            setattr(new, name, child)
+        new.fused_attn = attn.fused_attn  # type: ignore[misc]  # timm marks it Final for scripting
+        return new.train(attn.training)
+
+    @property
+    def rel_pos(self) -> RelPos:
+        return self.position.rel_pos
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Attend.
+
+        Args:
+            x: (B, L, D), L = num_prefix_tokens + h * w.
+            attn_mask: Boolean (True = attend) or additive, broadcastable to (B, H, L, L).
+            is_causal: Hide keys behind the query in token order; excludes ``attn_mask``.
+
+        Returns:
+            (B, L, D).
+
+        Raises:
+            ValueError: If L is not that of the grid.
+        """
+        q, k, v = self._qkv(x)
+        if is_causal:
+            attn_mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+        grid, position = Grid(*self.grid_size), self.position()
+        if self.fused_attn:
+            dropout_p = self.attn_drop.p if self.training else 0.0
+            out = attend.BACKENDS[self.backend](q, k, v, position, grid, grid, attn_mask, dropout_p)
+        else:
+            scores = attend.dense_scores(q, k, position, grid, grid)
+            out = self.attn_drop(attend.masked_softmax(scores, attn_mask)) @ v
+        out = self.norm(out.transpose(1, 2).reshape(*x.shape[:2], self.attn_dim))
+        if self.gate is not None:
+            out = out * self.gate(x).sigmoid()
+        return self.proj_drop(self.proj(out))
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Scores before mask and softmax by the readable reference, (B, H, L, L)."""
+        q, k, _ = self._qkv(x)
+        grid = Grid(*self.grid_size)
+        return attend.reference_scores(q, k, self.position(), grid, grid)
+
+    def terms(self, x: Tensor) -> dict[str, Tensor]:
+        """Each term's summand of ``scores(x)``: term name to (B, H, L, L), ``content`` first."""
+        q, k, _ = self._qkv(x)
+        grid = Grid(*self.grid_size)
+        return attend.reference_terms(q, k, self.position(), grid, grid)
+
+    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h, w = self.grid_size
+        if x.shape[1] != self.num_prefix_tokens + h * w:
+            raise ValueError(
+                f"x has {x.shape[1]} tokens, expected {self.num_prefix_tokens} prefix tokens and {h}x{w} patches "
+                f"({self.num_prefix_tokens + h * w}); set grid_size and num_prefix_tokens to what x holds"
+            )
+        qkv = self.qkv(x).reshape(*x.shape[:2], 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        return self.q_norm(q), self.k_norm(k), v
+
+
+@dataclass(frozen=True)
+class BlockReport:
+    """What one attention layer does: its block's name, terms, backend, reason, and extra bytes per image."""
+
+    block: str
+    terms: str
+    grid: str
+    backend: str
+    why: str
+    extra_bytes: int
+
+
+class Explanation(list[BlockReport]):
+    """One ``BlockReport`` per relative attention; prints as a table."""
+
+    def __str__(self) -> str:
+        if not self:
+            return "no relative attention in this model"
+        head = ("block", "terms", "grid", "backend", "extra MB", "why")
+        rows = [(r.block, r.terms, r.grid, r.backend, f"{r.extra_bytes / 1e6:.2f}", r.why) for r in self]
+        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+        return "\n".join(
+            "  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
+        )
+
+    __repr__ = __str__
+
+
+def explain(model: nn.Module) -> Explanation:
+    """Per relative attention: the terms, the backend taken, why, and the bytes that position adds for one image.
+
+    The bytes are those of the additive bias and, for separable content-dependent terms, of its row and column profiles,
+    in the type of the parameters: what the forward pass holds for one image beyond plain fused attention.
+    """
+    return Explanation(
+        BlockReport(
+            block=name.removesuffix(".attn"),
+            terms="+".join(attn.rel_pos.terms) or "none",
+            grid="x".join(map(str, attn.grid_size)),
+            backend=attn.backend if attn.fused_attn else "dense",
+            why=attn.backend_reason if attn.fused_attn else "fused attention is off (timm.layers.set_fused_attn)",
+            extra_bytes=_extra_bytes(attn),
+        )
+        for name, attn in model.named_modules()
+        if isinstance(attn, RelativeAttention2d)
+    )
+
+
+def _extra_bytes(attn: RelativeAttention2d) -> int:
+    h, w = attn.grid_size
+    patches, tokens = h * w, h * w + attn.num_prefix_tokens
+    numbers = 0
+    if attn.position.rel_pos.terms and attn.backend == "reference":
+        numbers = tokens * tokens * (1 + len(attn.rel_pos.terms)) + patches * patches * attn.head_dim
+    elif any(True for _ in attn.position.children()):
+        numbers = tokens * tokens
+        if attn.rel_pos.table == "separable":
+            numbers += patches * (h + w)
+        elif "query" in attn.rel_pos.terms:
+            numbers += patches * (2 * h - 1) * (2 * w - 1)
+    return numbers * attn.num_heads * attn.qkv.weight.element_size()

@@ -1,0 +1,50 @@
+"""Learned tables as maps: the query in the centre, the pixel at (dy, dx) the value towards the key down and right."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from vitrel.attention import RelativeAttention2d
+from vitrel.relpos import TERMS
+from vitrel.tables import lookup
+
+
+@torch.no_grad()
+def bias_maps(model: nn.Module) -> dict[str, Tensor]:
+    """What position adds to the score whatever the image, per block and head.
+
+    Sums the terms that need no input: ``bias`` and, for Transformer-XL, ``s * v.R``.
+
+    Args:
+        model: Any model with ``RelativeAttention2d`` layers.
+
+    Returns:
+        Block name to (H, 2h-1, 2w-1), float32 on the CPU. Entry ``[head, h-1+dy, w-1+dx]`` is the summand of the score
+        for a key dy rows below and dx columns right of the query: the table at offset (-dy, -dx). Blocks without such a
+        term are left out.
+    """
+    maps = {}
+    for name, attn in model.named_modules():
+        if not isinstance(attn, RelativeAttention2d):
+            continue
+        terms = [t for t in attn.rel_pos.terms if not TERMS[t].needs_input]
+        if terms:
+            maps[name.removesuffix(".attn")] = _input_free_map(attn, terms)
+    return maps
+
+
+def _input_free_map(attn: RelativeAttention2d, terms: list[str]) -> Tensor:
+    position, (h, w) = attn.position(), attn.grid_size
+    device = attn.qkv.weight.device
+    dy = torch.arange(-(h - 1), h, device=device)[:, None].expand(-1, 2 * w - 1)
+    dx = torch.arange(-(w - 1), w, device=device)[None].expand(2 * h - 1, -1)
+    nothing = torch.empty(0, device=device)
+    summands = []
+    for term in terms:
+        tables = position.reads(term)
+        assert tables is not None
+        read = lookup(tables, -dy, -dx)
+        vector = position.vectors.get(term, nothing)
+        summands.append(position.scales[term] * TERMS[term].score(nothing, nothing, vector, read)[0])
+    return torch.stack(summands).sum(0).float().cpu()

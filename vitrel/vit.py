@@ -1,0 +1,68 @@
+"""timm's vision transformer with relative position attention in every block."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from timm.layers import Attention
+from timm.models.vision_transformer import VisionTransformer
+
+from vitrel.attention import RelativeAttention2d
+from vitrel.relpos import RelPos
+
+
+class RelativeVisionTransformer(VisionTransformer):
+    """A timm ``VisionTransformer`` whose blocks attend with relative position.
+
+    Args:
+        rel_pos: A ``RelPos``, a name such as ``"txl"``, or a mapping of its fields.
+        backend: ``auto``, ``dense`` or ``reference``.
+        **kwargs: Arguments of timm's ``VisionTransformer``; ``global_pool`` is ``avg``, ``class_token`` False and
+            ``pos_embed`` ``none`` unless given.
+
+    Raises:
+        ValueError: For an unknown scheme or backend, or an option that needs positions which a grid does not have.
+        TypeError: For an unknown keyword.
+    """
+
+    def __init__(self, *, rel_pos: Any = "bias", backend: str = "auto", **kwargs: Any) -> None:
+        spec = RelPos.of(rel_pos)
+        for option in ("patch_drop_rate", "dynamic_img_size"):
+            if kwargs.get(option):
+                raise ValueError(f"{option}: relative attention needs the full patch grid of img_size; leave it off")
+        defaults = {"global_pool": "avg", "class_token": False, "pos_embed": "none"}
+        super().__init__(**{**defaults, **kwargs})
+        for block in self.blocks:
+            block.attn = RelativeAttention2d.from_attention(
+                cast(Attention, block.attn),
+                grid_size=self.patch_embed.grid_size,
+                rel_pos=spec,
+                num_prefix_tokens=self.num_prefix_tokens,
+                backend=backend,
+            )
+        # timm writes these beside saved weights; the resolved scheme must not hang on a default that may change.
+        self._model_args = {"rel_pos": spec.as_dict()}
+
+    def position_parameters(self) -> set[str]:
+        """Names of the parameters of relative position (tables, u, v): no weight decay, and a faster learning rate."""
+        return {
+            f"{name}.position.{parameter}"
+            for name, attn in self.named_modules()
+            if isinstance(attn, RelativeAttention2d)
+            for parameter, _ in attn.position.named_parameters()
+        }
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Names of the parameters that should not decay: timm's own and ``position_parameters()``."""
+        return super().no_weight_decay() | self.position_parameters()
+
+    def set_input_size(
+        self, img_size: tuple[int, int] | None = None, patch_size: tuple[int, int] | None = None
+    ) -> None:
+        """Change the image or patch size; tables stay as they are, offsets beyond them read the last entry."""
+        super().set_input_size(img_size=img_size, patch_size=patch_size)
+        for attn in self.modules():
+            if isinstance(attn, RelativeAttention2d):
+                attn.grid_size = self.patch_embed.grid_size
