@@ -1,0 +1,242 @@
+"""RelativeAttention2d against a double loop over tokens, and its backends against each other."""
+
+import math
+
+import pytest
+import timm.layers
+import torch
+from timm.layers import Attention
+
+from vitrel import RelativeAttention2d, explain
+from vitrel.attend import BACKENDS
+
+DIM, HEADS = 16, 2
+GRIDS = [(3, 5), (5, 3), (1, 7)]
+SCHEMES = ["none", "bias", "txl", "txl_learned", "txl+bias", "u"]
+
+
+def make(grid_size, rel_pos, prefix=0, **kwargs):
+    torch.manual_seed(0)
+    attn = RelativeAttention2d(
+        DIM, HEADS, grid_size=grid_size, rel_pos=rel_pos, num_prefix_tokens=prefix, qkv_bias=True, **kwargs
+    ).double()
+    for parameter in attn.position.parameters():  # asymmetric, and large enough to matter
+        torch.nn.init.normal_(parameter)
+    return attn
+
+
+def tokens(grid_size, prefix=0, batch=2):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(
+        batch, prefix + grid_size[0] * grid_size[1], DIM, dtype=torch.float64, generator=generator, requires_grad=True
+    )
+
+
+def entry(tables, head, dh, dw):
+    """One look-up, written out: clamp each offset to the table's own distance."""
+    if len(tables) == 1:
+        kh, kw = tables[0].shape[1] // 2, tables[0].shape[2] // 2
+        return tables[0][head, min(max(dh, -kh), kh) + kh, min(max(dw, -kw), kw) + kw]
+    kh, kw = tables[0].shape[1] // 2, tables[1].shape[1] // 2
+    return tables[0][head, min(max(dh, -kh), kh) + kh] + tables[1][head, min(max(dw, -kw), kw) + kw]
+
+
+@torch.no_grad()
+def loop_scores(attn, x):
+    """The formulas of the terms over every pair of tokens; position from ``divmod(t, columns)``."""
+    batch, length, _ = x.shape
+    d = DIM // HEADS
+    qkv = (x @ attn.qkv.weight.T + attn.qkv.bias).reshape(batch, length, 3, HEADS, d)
+    position, prefix, cols = attn.position(), attn.num_prefix_tokens, attn.grid_size[1]
+    on, s = attn.rel_pos.terms, 1 / math.sqrt(d)
+    out = torch.zeros(batch, HEADS, length, length, dtype=x.dtype)
+    for b in range(batch):
+        for head in range(HEADS):
+            for i in range(length):
+                for j in range(length):
+                    q, k = qkv[b, i, 0, head], qkv[b, j, 1, head]
+                    score = s * q @ k
+                    if "u" in on:
+                        score += s * position.vectors["u"][head] @ k
+                    if i >= prefix and j >= prefix:
+                        (yi, xi), (yj, xj) = divmod(i - prefix, cols), divmod(j - prefix, cols)
+                        dh, dw = yi - yj, xi - xj
+                        if "bias" in on:
+                            score += entry(position.tables["bias"], head, dh, dw)
+                        if "query" in on:
+                            r = entry(position.tables["query"], head, dh, dw)
+                            score += s * q @ r
+                            if "v" in on:
+                                score += s * position.vectors["v"][head] @ r
+                    out[b, head, i, j] = score
+    return out
+
+
+@pytest.mark.parametrize("max_distance", [None, 2, (0, 1)], ids=str)
+@pytest.mark.parametrize("prefix", [0, 1, 5])
+@pytest.mark.parametrize("grid_size", GRIDS, ids=str)
+@pytest.mark.parametrize("table", ["separable", "joint"])
+@pytest.mark.parametrize("preset", ["bias", "txl", "txl_learned"])
+def test_scores_equal_the_double_loop(preset, table, grid_size, prefix, max_distance):
+    attn = make(grid_size, {"preset": preset, "table": table, "max_distance": max_distance}, prefix)
+    x = tokens(grid_size, prefix, batch=1)
+    torch.testing.assert_close(attn.scores(x), loop_scores(attn, x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mask", [None, "boolean", "additive", "padding", "causal"])
+@pytest.mark.parametrize("prefix", [0, 1, 5])
+@pytest.mark.parametrize("grid_size", GRIDS, ids=str)
+@pytest.mark.parametrize("table", ["separable", "joint"])
+@pytest.mark.parametrize("rel_pos", SCHEMES)
+def test_every_backend_equals_the_reference_in_output_and_gradients(rel_pos, table, grid_size, prefix, mask):
+    x = tokens(grid_size, prefix)
+    length = x.shape[1]
+    generator = torch.Generator().manual_seed(2)
+    masks = {
+        "boolean": torch.rand(2, HEADS, length, length, generator=generator) < 0.6,
+        "additive": torch.randn(1, 1, length, length, generator=generator, dtype=torch.float64),
+        "padding": torch.arange(length)[None, None, None] < torch.tensor([length, length - 2])[:, None, None, None],
+    }
+    arguments = {"is_causal": True} if mask == "causal" else {"attn_mask": masks.get(mask)}
+    results = {}
+    for backend in [*BACKENDS, "unfused"]:
+        attn = make(grid_size, {"preset": rel_pos, "table": table, "max_distance": 3}, prefix)
+        if backend == "unfused":
+            attn.fused_attn = False
+        else:
+            attn.backend = backend
+        out = attn(x, **arguments)
+        leaves = [x, *attn.parameters()]
+        grads = torch.autograd.grad((out * torch.arange(out.numel()).reshape(out.shape).cos()).sum(), leaves)
+        results[backend] = [out, *grads]
+    for backend, result in results.items():
+        for got, expected in zip(result, results["reference"], strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=1e-11, msg=lambda m, b=backend: f"{b}: {m}")
+
+
+@pytest.mark.parametrize("rel_pos", SCHEMES)
+def test_terms_sum_to_scores(rel_pos):
+    attn, x = make((3, 5), rel_pos, 1), tokens((3, 5), 1)
+    terms = attn.terms(x)
+    assert list(terms) == ["content", *attn.rel_pos.terms]
+    torch.testing.assert_close(sum(terms.values()), attn.scores(x), rtol=0, atol=1e-12)
+
+
+def test_terms_by_hand_on_a_small_grid():
+    """bias on 1x2: the score of the left patch towards the right one reads offset -1."""
+    attn = make((1, 2), "bias")
+    with torch.no_grad():
+        attn.position.bias.table_h.copy_(torch.tensor([[100.0], [200.0]]))
+        attn.position.bias.table_w.copy_(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
+    assert attn.terms(tokens((1, 2)))["bias"][0].tolist() == [
+        [[102.0, 101.0], [103.0, 102.0]],
+        [[205.0, 204.0], [206.0, 205.0]],
+    ]
+
+
+@pytest.mark.parametrize("prefix", [1, 5])
+def test_prefix_tokens_leave_the_patch_block_as_it_is(prefix):
+    attn, x = make((3, 5), "txl+bias", prefix), tokens((3, 5), prefix)
+    bare = make((3, 5), "txl+bias")
+    torch.testing.assert_close(attn.scores(x)[:, :, prefix:, prefix:], bare.scores(x[:, prefix:]), rtol=0, atol=1e-12)
+    terms = attn.terms(x)
+    for name in ("bias", "query", "v"):
+        assert not terms[name][:, :, :prefix].any()
+        assert not terms[name][:, :, :, :prefix].any()
+
+
+def test_zero_max_distance_cannot_tell_patches_apart():
+    attn, x = make((3, 5), {"preset": "bias", "max_distance": 0}), tokens((3, 5))
+    plain = make((3, 5), "none")
+    torch.testing.assert_close(attn.scores(x).softmax(-1), plain.scores(x).softmax(-1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "unfused"])
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_row_that_sees_nothing_gives_zero_and_finite_gradients(backend, additive):
+    attn, x = make((2, 3), "txl+bias"), tokens((2, 3))
+    attn.fused_attn = backend != "unfused"
+    attn.backend = backend if backend in BACKENDS else attn.backend
+    attn.proj = torch.nn.Identity()
+    mask = torch.ones(6, 6, dtype=torch.bool)
+    mask[2] = False
+    if additive:
+        mask = torch.zeros(6, 6, dtype=torch.float64).masked_fill(~mask, -torch.inf)
+    out = attn(x, attn_mask=mask)
+    assert not out[:, 2].any()
+    assert out[:, 1].any()
+    out.sum().backward()
+    assert x.grad.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in attn.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "unfused"])
+@pytest.mark.parametrize("hide", ["boolean", "lowest"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_hidden_key_stays_hidden(backend, hide, dtype):
+    attn = make((2, 3), "txl+bias").to(dtype)
+    attn.fused_attn = backend != "unfused"
+    attn.backend = backend if backend in BACKENDS else attn.backend
+    with torch.no_grad():
+        for table in attn.position.bias.parameters():
+            table.fill_(-20)
+    mask = torch.ones(6, 6, dtype=torch.bool)
+    mask[:, 4] = False
+    if hide == "lowest":
+        mask = torch.zeros(6, 6, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+    x = tokens((2, 3)).detach().to(dtype)
+    changed = x.clone()
+    changed[:, 4] = 7.0
+    seen = [0, 1, 2, 3, 5]
+    out, other = attn(x, attn_mask=mask), attn(changed, attn_mask=mask)
+    assert out.isfinite().all()
+    assert torch.equal(out[:, seen], other[:, seen])
+
+
+def test_from_attention_keeps_the_layers():
+    plain = Attention(
+        DIM, HEADS, qkv_bias=True, qk_norm=True, scale_norm=True, gated=True, norm_layer=torch.nn.LayerNorm
+    )
+    relative = RelativeAttention2d.from_attention(plain, grid_size=(3, 5), rel_pos={"preset": "txl", "init": "zeros"})
+    assert all(relative.get_parameter(name) is parameter for name, parameter in plain.named_parameters())
+    x = torch.randn(2, 15, DIM)
+    torch.testing.assert_close(relative(x), plain(x))
+
+
+def test_dropout_on_attention_acts_in_training_only():
+    attn = make((3, 5), "bias", attn_drop=0.5)
+    x = tokens((3, 5))
+    assert not torch.equal(attn(x), attn(x))
+    attn.eval()
+    assert torch.equal(attn(x), attn(x))
+
+
+def test_hook_on_attention_weights_without_the_fused_kernel():
+    timm.layers.set_fused_attn(False)
+    try:
+        attn = make((3, 5), "txl").eval()
+    finally:
+        timm.layers.set_fused_attn(True)
+    seen = []
+    attn.attn_drop.register_forward_hook(lambda module, args, out: seen.append(out))
+    x = tokens((3, 5))
+    attn(x)
+    torch.testing.assert_close(seen[0], attn.scores(x).softmax(-1))
+
+
+def test_wrong_number_of_tokens_is_named():
+    with pytest.raises(ValueError, match=r"x has 14 tokens, expected 1 prefix tokens and 3x5 patches \(16\)"):
+        make((3, 5), "bias", 1)(tokens((2, 7)))
+
+
+def test_unknown_backend_is_named():
+    with pytest.raises(ValueError, match=r"backend: 'denes' is unknown.*did you mean 'dense'"):
+        RelativeAttention2d(DIM, HEADS, grid_size=(3, 5), backend="denes")
+
+
+def test_explain_names_backend_and_bytes():
+    report = explain(torch.nn.ModuleDict({"attn": make((3, 5), "bias", 1)}))
+    assert [(r.backend, r.terms, r.grid) for r in report] == [("dense", "bias", "3x5")]
+    assert report[0].extra_bytes == HEADS * 8 * (16 * 16 + 15 * (3 + 5))
+    assert "additive bias" in str(report)
+    assert explain(torch.nn.Linear(1, 1)) == []

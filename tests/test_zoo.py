@@ -1,0 +1,61 @@
+import pytest
+import timm
+import torch
+
+import vitrel
+from vitrel.zoo import default_cfgs
+
+VARIANTS = {  # width, depth, heads, grid, parameters with the default scheme
+    "vitrel_micro_patch4_32": (128, 6, 4, (8, 8), 0.8e6),
+    "vitrel_tiny_patch4_32": (192, 12, 3, (8, 8), 5.4e6),
+    "vitrel_tiny_patch16_224": (192, 12, 3, (14, 14), 5.7e6),
+    "vitrel_small_patch16_224": (384, 12, 6, (14, 14), 22e6),
+    "vitrel_base_patch16_224": (768, 12, 12, (14, 14), 86e6),
+}
+
+
+def test_timm_lists_the_variants():
+    assert sorted(timm.list_models("vitrel*")) == sorted(VARIANTS) == sorted(default_cfgs)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_sizes(name):
+    width, depth, heads, grid, parameters = VARIANTS[name]
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    assert (model.embed_dim, len(model.blocks), model.blocks[0].attn.num_heads) == (width, depth, heads)
+    assert model.patch_embed.grid_size == grid
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=0.04)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_user_may_set_what_timm_lets_him_set(name):
+    size = 40 if name.endswith("_32") else 64
+    model = timm.create_model(name, num_classes=7, in_chans=1, img_size=(size, 64), drop_path_rate=0.1, rel_pos="txl")
+    assert model.eval()(torch.randn(1, 1, size, 64)).shape == (1, 7)
+    features = timm.create_model(name, features_only=True, img_size=(size, 64)).eval()
+    assert [f.shape[1] for f in features(torch.randn(1, 3, size, 64))] == features.feature_info.channels()
+
+
+def test_no_weights_are_promised():
+    with pytest.raises(RuntimeError, match="No pretrained weights exist"):
+        timm.create_model("vitrel_micro_patch4_32", pretrained=True)
+
+
+def test_an_unknown_scheme_is_named():
+    with pytest.raises(ValueError, match="rel_pos: preset 'tlx' is unknown"):
+        timm.create_model("vitrel_micro_patch4_32", rel_pos="tlx")
+
+
+@pytest.mark.parametrize("rel_pos", ["bias", "txl", {"preset": "bias", "table": "joint"}, None], ids=str)
+def test_saved_model_loads_back_exactly(tmp_path, rel_pos):
+    given = {} if rel_pos is None else {"rel_pos": rel_pos}
+    model = timm.create_model("vitrel_micro_patch4_32", num_classes=7, img_size=(24, 40), **given).eval()
+    for name in model.position_parameters():
+        torch.nn.init.normal_(model.get_parameter(name))
+    timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
+    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    x = torch.randn(2, 3, 24, 40)
+    assert torch.equal(again(x), model(x))
+    assert again.blocks[0].attn.rel_pos == model.blocks[0].attn.rel_pos
+    assert vitrel.explain(again) == vitrel.explain(model)
