@@ -48,7 +48,9 @@ class RelativeAttention2d(Attention):
         self.grid_size = (int(grid_size[0]), int(grid_size[1]))
         self.num_prefix_tokens = num_prefix_tokens
         self.backend, self.backend_reason = attend.choose(backend, spec.terms)
-        self.position = PositionTerms(spec, self.num_heads, self.head_dim, self.grid_size, device=device, dtype=dtype)
+        self.position = PositionTerms(
+            spec, dim, self.num_heads, self.head_dim, self.grid_size, device=device, dtype=dtype
+        )
 
     @classmethod
     def from_attention(
@@ -73,7 +75,13 @@ class RelativeAttention2d(Attention):
             device="meta",
         )
         new.position = PositionTerms(
-            new.rel_pos, new.num_heads, new.head_dim, new.grid_size, device=weight.device, dtype=weight.dtype
+            new.rel_pos,
+            attn.qkv.in_features,
+            new.num_heads,
+            new.head_dim,
+            new.grid_size,
+            device=weight.device,
+            dtype=weight.dtype,
         )
         for name, child in attn.named_children():
             setattr(new, name, child)

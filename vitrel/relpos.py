@@ -246,6 +246,7 @@ class PositionTerms(nn.Module):
 
     Args:
         rel_pos: The scheme.
+        dim: D, the model's width, which is that of the sinusoids.
         num_heads: H.
         head_dim: d.
         grid_size: (h, w) in patches; gives the tables their size where ``rel_pos.max_distance`` is None.
@@ -254,6 +255,7 @@ class PositionTerms(nn.Module):
     def __init__(
         self,
         rel_pos: RelPos,
+        dim: int,
         num_heads: int,
         head_dim: int,
         grid_size: tuple[int, int],
@@ -270,9 +272,7 @@ class PositionTerms(nn.Module):
             if term.table:
                 width = head_dim if term.table == "vector" else None
                 std = rel_pos.init_std if self._starts_normal(term) else 0.0
-                self.add_module(
-                    name, self._table(num_heads, max_distance, width, std, num_heads * head_dim, device, dtype)
-                )
+                self.add_module(name, self._table(num_heads, max_distance, width, std, dim, device, dtype))
             if term.vector:
                 vector = torch.zeros(num_heads, head_dim, device=device, dtype=dtype)
                 self.register_parameter(name, nn.Parameter(vector))
@@ -283,13 +283,13 @@ class PositionTerms(nn.Module):
         max_distance: tuple[int, int],
         width: int | None,
         init_std: float,
-        model_width: int,
+        dim: int,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> nn.Module:
         args: dict[str, Any] = {"init_std": init_std, "device": device, "dtype": dtype}
         if self.rel_pos.source == "sinusoid":
-            return SinusoidTable(num_heads, max_distance, width, sinusoid_width=model_width, **args)
+            return SinusoidTable(num_heads, max_distance, width, sinusoid_width=dim, **args)
         return LearnedTable(num_heads, max_distance, width, joint=self.rel_pos.table == "joint", **args)
 
     def _starts_normal(self, term: Term) -> bool:
