@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from vitrel import attend
 from vitrel.grid import Grid
-from vitrel.relpos import PositionTerms, RelPos
+from vitrel.position import PositionTerms
+from vitrel.relpos import RelPos
 
 
 class RelativeAttention2d(Attention):
@@ -88,6 +89,11 @@ class RelativeAttention2d(Attention):
         new.fused_attn = attn.fused_attn  # type: ignore[misc]  # timm marks it Final for scripting
         return new.train(attn.training)
 
+    def set_grid_size(self, grid_size: tuple[int, int]) -> None:
+        """Take another grid (h, w) in patches; tables follow by the rule ``rel_pos.resize``."""
+        self.grid_size = (int(grid_size[0]), int(grid_size[1]))
+        self.position.set_grid_size(self.grid_size)
+
     @property
     def rel_pos(self) -> RelPos:
         return self.position.rel_pos
@@ -115,7 +121,8 @@ class RelativeAttention2d(Attention):
             out = attend.BACKENDS[self.backend](q, k, v, position, grid, grid, attn_mask, dropout_p)
         else:
             scores = attend.dense_scores(q, k, position, grid, grid)
-            out = self.attn_drop(attend.masked_softmax(scores, attn_mask)) @ v
+            weights = self.attn_drop(attend.masked_softmax(scores, attn_mask))
+            out = attend.weigh(weights, v, position, grid, grid)
         out = self.norm(out.transpose(1, 2).reshape(*x.shape[:2], self.attn_dim))
         if self.gate is not None:
             out = out * self.gate(x).sigmoid()
@@ -128,7 +135,10 @@ class RelativeAttention2d(Attention):
         return attend.reference_scores(q, k, self.position(), grid, grid)
 
     def terms(self, x: Tensor) -> dict[str, Tensor]:
-        """Each term's summand of ``scores(x)``: term name to (B, H, L, L), ``content`` first."""
+        """Each term's summand of ``scores(x)``: term name to (B, H, L, L), ``content`` first.
+
+        ``rotary`` is what turning changes of the content term. ``value`` acts on the output and has no summand.
+        """
         q, k, _ = self._qkv(x)
         grid = Grid(*self.grid_size)
         return attend.reference_terms(q, k, self.position(), grid, grid)

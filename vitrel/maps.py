@@ -42,9 +42,7 @@ def _input_free_map(attn: RelativeAttention2d, terms: list[str]) -> Tensor:
     nothing = torch.empty(0, device=device)
     summands = []
     for term in terms:
-        tables = position.reads(term)
-        assert tables is not None
-        read = lookup(tables, -dy, -dx)
+        read = lookup(position.tables[TERMS[term].reads], position.axes, -dy[None], -dx[None])
         vector = position.vectors.get(term, nothing)
-        summands.append(position.scales[term] * TERMS[term].score(nothing, nothing, vector, read)[0])
+        summands.append(position.scales[term] * TERMS[term].formula(nothing, nothing, vector, read)[0])
     return torch.stack(summands).sum(0).float().cpu()

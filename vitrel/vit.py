@@ -61,8 +61,8 @@ class RelativeVisionTransformer(VisionTransformer):
     def set_input_size(
         self, img_size: tuple[int, int] | None = None, patch_size: tuple[int, int] | None = None
     ) -> None:
-        """Change the image or patch size; tables stay as they are, offsets beyond them read the last entry."""
+        """Change the image or patch size; tables follow by the rule ``rel_pos.resize``."""
         super().set_input_size(img_size=img_size, patch_size=patch_size)
         for attn in self.modules():
             if isinstance(attn, RelativeAttention2d):
-                attn.grid_size = self.patch_embed.grid_size
+                attn.set_grid_size(self.patch_embed.grid_size)
