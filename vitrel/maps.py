@@ -35,7 +35,7 @@ def bias_maps(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _input_free_map(attn: RelativeAttention2d, terms: list[str]) -> Tensor:
-    position, (h, w) = attn.position(), attn.grid_size
+    position, (h, w) = attn.position_terms(attn.grid_size), attn.grid_size
     device = attn.qkv.weight.device
     dy = torch.arange(-(h - 1), h, device=device)[:, None].expand(-1, 2 * w - 1)
     dx = torch.arange(-(w - 1), w, device=device)[None].expand(2 * h - 1, -1)

@@ -106,22 +106,26 @@ class PositionTerms(nn.Module):
             nn.init.zeros_(vector)
 
     def set_grid_size(self, grid_size: tuple[int, int]) -> None:
-        """Follow another grid by the rule ``rel_pos.resize``; ``clamp`` keeps learned tables as they are."""
-        axes = self.rel_pos.axes(grid_size)
-        if axes == self.axes or (self.rel_pos.resize == "clamp" and self.rel_pos.source == "learned"):
-            return
-        self.axes = axes
+        """Give the tables the size of another grid (h, w), by the rule ``rel_pos.resize``."""
+        self.axes = self.rel_pos.axes(grid_size)
         for table in self.children():
-            if hasattr(table, "set_axes"):
-                table.set_axes(axes)
+            if isinstance(table, (LearnedTable, SinusoidTable, MlpTable)):
+                table.set_axes(self.axes)
 
-    def forward(self) -> Position:
+    def forward(self, grid_size: tuple[int, int] | None = None) -> Position:
+        """The position of the tables' own grid, or of another one (h, w) at run time.
+
+        For another grid the tables are resized on the fly by ``rel_pos.resize``; ``clamp`` reads them as they are.
+        """
+        axes = self.axes
+        if grid_size is not None and (self.rel_pos.resize != "clamp" or self.rel_pos.source != "learned"):
+            axes = self.rel_pos.axes(grid_size)
         vectors: dict[str, Tensor] = dict(self.named_parameters(recurse=False))
         return Position(
             scales=self.scales,
-            axes=self.axes,
+            axes=axes,
             tables={
-                name: tuple(t.expand(self.num_heads, *t.shape[1:]) for t in cast(Tables, table()))
+                name: tuple(t.expand(self.num_heads, *t.shape[1:]) for t in cast(Tables, table(axes)))
                 for name, table in self.named_children()
             },
             prefix=vectors.pop("prefix", None),

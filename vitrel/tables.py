@@ -66,8 +66,14 @@ class LearnedTable(nn.Module):
         for table in self.parameters():
             _fill(table, self.init_std)
 
-    def forward(self) -> Tables:
-        return tuple(self.parameters())
+    def forward(self, axes: Axes | None = None) -> Tables:
+        """The entries, or what they become for other distance maps (differentiable)."""
+        if axes is None or axes == self.axes:
+            return tuple(self.parameters())
+        return tuple(
+            resize_table(table, self._table_axes(name, self.axes), self._table_axes(name, axes), self.resize)
+            for name, table in self.named_parameters()
+        )
 
     def set_axes(self, axes: Axes) -> None:
         """Resize the entries to other distance maps by the rule ``resize``; the same sizes change nothing."""
@@ -153,9 +159,10 @@ class SinusoidTable(nn.Module):
         _fill(self.proj_h, self.init_std)
         _fill(self.proj_w, self.init_std)
 
-    def forward(self) -> Tables:
+    def forward(self, axes: Axes | None = None) -> Tables:
         return tuple(
-            self._entries(proj, axis.size) for proj, axis in zip((self.proj_h, self.proj_w), self.axes, strict=True)
+            self._entries(proj, axis.size)
+            for proj, axis in zip((self.proj_h, self.proj_w), axes or self.axes, strict=True)
         )
 
     def set_axes(self, axes: Axes) -> None:
@@ -214,12 +221,12 @@ class MlpTable(nn.Module):
         self.mlp.fc1.reset_parameters()
         self.mlp.fc2.reset_parameters()
 
-    def forward(self) -> Tables:
-        weight = self.mlp.fc1.weight
-        norm = self.norm_size or tuple(axis.size + 1 for axis in self.axes)
+    def forward(self, axes: Axes | None = None) -> Tables:
+        axes, weight = axes or self.axes, self.mlp.fc1.weight
+        norm = self.norm_size or tuple(axis.size + 1 for axis in axes)
         rows, cols = (
             self._log_coords(torch.arange(-axis.size, axis.size + 1, device=weight.device), side)
-            for axis, side in zip(self.axes, norm, strict=True)
+            for axis, side in zip(axes, norm, strict=True)
         )
         coords = torch.stack(torch.meshgrid(rows, cols, indexing="ij"), -1).to(weight.dtype)
         table = self.mlp(coords).movedim(-1, 0)
@@ -255,7 +262,7 @@ class AxialFrequencies(nn.Module):
         # Frequencies are made anew in float64 at each use; this empty buffer only follows the model's device.
         self.register_buffer("anchor", torch.empty(0, device=device), persistent=False)
 
-    def forward(self) -> Tables:
+    def forward(self, axes: Axes | None = None) -> Tables:
         quarter = torch.arange(0, self.width, 4, device=self.anchor.device, dtype=torch.float64)
         frequency = self.theta ** (-quarter / self.width)
         zeros = torch.zeros_like(frequency)
@@ -294,7 +301,7 @@ class MixedFrequencies(nn.Module):
         for parameter, turn in ((self.freqs_w, torch.cos), (self.freqs_h, torch.sin)):
             parameter.copy_(torch.cat([magnitude * turn(angle), magnitude * turn(angle + math.pi / 2)], -1))
 
-    def forward(self) -> Tables:
+    def forward(self, axes: Axes | None = None) -> Tables:
         return self.freqs_h, self.freqs_w
 
 
