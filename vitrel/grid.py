@@ -135,11 +135,15 @@ class AxisDistance:
         """The same map with another number of table entries."""
         return replace(self, size=entries // 2 if self.directed else entries - 1)
 
-    def index(self, offset: Tensor) -> Tensor:
-        """Table entry of each offset (query minus key), int64, the shape of ``offset``."""
+    def bucket(self, offset: Tensor) -> Tensor:
+        """Bucket of |offset|, in [0, K], int64, the shape of ``offset``."""
         distance = offset.abs()
         if self.kind != "clamp":
             # float64: at a bucket's edge a rounded logarithm would fall on the wrong side
             distance = BUCKETS[self.kind](distance.double(), self.exact, self.buckets, self.max_distance).long()
-        distance = distance.clamp(max=self.size)
+        return distance.clamp(max=self.size)
+
+    def index(self, offset: Tensor) -> Tensor:
+        """Table entry of each offset (query minus key), int64, the shape of ``offset``."""
+        distance = self.bucket(offset)
         return torch.where(offset < 0, -distance, distance) + self.size if self.directed else distance

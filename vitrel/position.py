@@ -112,6 +112,32 @@ class PositionTerms(nn.Module):
             if isinstance(table, (LearnedTable, SinusoidTable, MlpTable)):
                 table.set_axes(self.axes)
 
+    def covers(self, dh: Tensor, dw: Tensor) -> Tensor:
+        """Whether the entries that offsets (dh, dw) read can have been trained, boolean, their common shape.
+
+        An entry is not covered where a table was made larger than the grid it was trained on (``clamp``, ``crop``), or
+        where a larger grid reads past its end without a ``max_distance`` that was chosen for it.
+        """
+        covered = torch.ones(torch.broadcast_shapes(dh.shape, dw.shape), dtype=torch.bool)
+        for table in self.children():
+            if isinstance(table, LearnedTable):
+                for offset, axis, known in zip((dh, dw), self.axes, table.trained, strict=True):
+                    beyond = offset.abs() if self._follows_grid else axis.bucket(offset)
+                    covered = covered & (beyond <= known)
+        return covered
+
+    @property
+    def _follows_grid(self) -> bool:
+        return (
+            self.rel_pos.distance == "clamp"
+            and self.rel_pos.max_distance is None
+            and self.rel_pos.resize
+            in (
+                "clamp",
+                "crop",
+            )
+        )
+
     def forward(self, grid_size: tuple[int, int] | None = None) -> Position:
         """The position of the tables' own grid, or of another one (h, w) at run time.
 

@@ -55,6 +55,7 @@ class LearnedTable(nn.Module):
     ) -> None:
         super().__init__()
         self.axes, self.resize, self.init_std = axes, resize, init_std
+        self.trained = (axes[0].size, axes[1].size)  # buckets that training can have reached
         tail = () if width is None else (width,)
         rows, cols = (axis.entries for axis in axes)
         shapes = {"table": (rows, cols)} if joint else {"table_h": (rows,), "table_w": (cols,)}
@@ -83,7 +84,19 @@ class LearnedTable(nn.Module):
             )
             if new is not table:
                 setattr(self, name, nn.Parameter(new, requires_grad=table.requires_grad))
+        self._note_trained(self.trained, axes)
         self.axes = axes
+
+    def _note_trained(self, known: tuple[int, int], axes: Axes) -> None:
+        stretched = self.resize in ("interpolate", "geometric")
+        sizes = (axes[0].size, axes[1].size)
+        self.trained = sizes if stretched else (min(known[0], sizes[0]), min(known[1], sizes[1]))
+
+    def train(self, mode: bool = True) -> LearnedTable:
+        """As ``nn.Module.train``; from a call with ``mode=True`` on, every entry counts as trained."""
+        if mode:
+            self.trained = (self.axes[0].size, self.axes[1].size)
+        return super().train(mode)
 
     @staticmethod
     def _table_axes(name: str, axes: Axes) -> tuple[AxisDistance, ...]:
@@ -108,6 +121,8 @@ class LearnedTable(nn.Module):
             if fits:
                 old = tuple(axis.with_entries(size) for axis, size in zip(axes, sizes, strict=True))
                 state_dict[prefix + name] = resize_table(stored, old, axes, self.resize)
+                known = {"table_h": (old[0].size, self.trained[1]), "table_w": (self.trained[0], old[0].size)}
+                self._note_trained(known.get(name, (old[0].size, old[-1].size)), self.axes)
             else:
                 state_dict[prefix + name] = parameter.detach()
                 errors.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, cast
 
 import torch
@@ -45,6 +46,7 @@ class RelativeVisionTransformer(VisionTransformer):
             )
             shared = attn.position_terms if spec.share_layers else None
             block.attn = attn
+        self._seen_grids: set[tuple[int, int]] = set()
         # timm writes these beside saved weights; the resolved scheme must not hang on a default that may change.
         self._model_args = {"rel_pos": spec.as_dict()}
 
@@ -78,4 +80,19 @@ class RelativeVisionTransformer(VisionTransformer):
         if self.dynamic_img_size:  # x is (B, h, w, D): the grid of this batch
             for attn in self.relative_attentions():
                 attn.grid_size = (x.shape[1], x.shape[2])
+        if not self.training and not torch.compiler.is_compiling():
+            self._warn_beyond_trained()
         return super()._pos_embed(x)
+
+    def _warn_beyond_trained(self) -> None:
+        attn = next(iter(self.relative_attentions()), None)
+        if attn is None or attn.grid_size in self._seen_grids:
+            return
+        self._seen_grids.add(attn.grid_size)
+        h, w = attn.grid_size
+        if not attn.position_terms.covers(torch.arange(h)[:, None], torch.arange(w)[None]).all():
+            warnings.warn(
+                f"a grid of {h}x{w} patches reads relative positions beyond the trained ones, where the last trained "
+                "entry is repeated: see vitrel.coverage(model); train at this size, or take resize='interpolate'",
+                stacklevel=2,
+            )
