@@ -12,7 +12,24 @@ from vitrel.attend import BACKENDS
 
 DIM, HEADS = 16, 2
 GRIDS = [(3, 5), (5, 3), (1, 7)]
-SCHEMES = ["none", "bias", "txl", "txl_learned", "txl+bias", "u"]
+ALL_TERMS = "bias+query+key+u+v+value"
+SCHEMES = {
+    "none": "none",
+    "bias": "bias",
+    "txl": "txl",
+    "all": ALL_TERMS,
+    "all, prefix scalars": {"preset": ALL_TERMS, "prefix": "learned"},
+    "rope_mixed+txl": "rope_mixed+txl",
+    "rope+u": "rope+u",
+    "sam, one table for all heads": {"preset": "sam", "share_heads": True},
+    "deberta, logarithmic": {"preset": "deberta", "distance": "deberta_log", "buckets": 2, "max_distance": 4},
+    "levit": {"preset": "bias", "directed": False},
+    "scale of the write-up": {"preset": "txl", "scale": "seed"},
+}
+
+
+def as_mapping(spec):
+    return {"preset": spec} if isinstance(spec, str) else spec
 
 
 def make(grid_size, rel_pos, prefix=0, **kwargs):
@@ -20,7 +37,7 @@ def make(grid_size, rel_pos, prefix=0, **kwargs):
     attn = RelativeAttention2d(
         DIM, HEADS, grid_size=grid_size, rel_pos=rel_pos, num_prefix_tokens=prefix, qkv_bias=True, **kwargs
     ).double()
-    for parameter in attn.position.parameters():  # asymmetric, and large enough to matter
+    for parameter in attn.position_terms.parameters():  # asymmetric, and large enough to matter
         torch.nn.init.normal_(parameter)
     return attn
 
@@ -33,7 +50,7 @@ def tokens(grid_size, prefix=0, batch=2):
 
 
 def entry(tables, head, dh, dw):
-    """One look-up, written out: clamp each offset to the table's own distance."""
+    """One look-up, written out for clamped distances."""
     if len(tables) == 1:
         kh, kw = tables[0].shape[1] // 2, tables[0].shape[2] // 2
         return tables[0][head, min(max(dh, -kh), kh) + kh, min(max(dw, -kw), kw) + kw]
@@ -41,46 +58,63 @@ def entry(tables, head, dh, dw):
     return tables[0][head, min(max(dh, -kh), kh) + kh] + tables[1][head, min(max(dw, -kw), kw) + kw]
 
 
+def turned(x, frequencies, head, y, x_coord):
+    """Feature pairs (2m, 2m+1) as complex numbers, turned by the angle of (y, x)."""
+    angle = y * frequencies[0][head] + x_coord * frequencies[1][head]
+    return torch.view_as_real(torch.view_as_complex(x.reshape(-1, 2)) * torch.exp(1j * angle.double())).flatten()
+
+
 @torch.no_grad()
-def loop_scores(attn, x):
-    """The formulas of the terms over every pair of tokens; position from ``divmod(t, columns)``."""
+def loop(attn, x):
+    """Scores and heads' outputs by the formulas of the terms; position from ``divmod(t, columns)``."""
     batch, length, _ = x.shape
     d = DIM // HEADS
     qkv = (x @ attn.qkv.weight.T + attn.qkv.bias).reshape(batch, length, 3, HEADS, d)
-    position, prefix, cols = attn.position(), attn.num_prefix_tokens, attn.grid_size[1]
+    position, prefix, cols = attn.position_terms(), attn.num_prefix_tokens, attn.grid_size[1]
     on, s = attn.rel_pos.terms, 1 / math.sqrt(d)
-    out = torch.zeros(batch, HEADS, length, length, dtype=x.dtype)
+    looked_up = [t for t in ("bias", "query", "key", "value") if t in on]
+    scores = torch.zeros(batch, HEADS, length, length, dtype=x.dtype)
+    out = torch.zeros(batch, HEADS, length, d, dtype=x.dtype)
     for b in range(batch):
         for head in range(HEADS):
             for i in range(length):
+                values = []
                 for j in range(length):
-                    q, k = qkv[b, i, 0, head], qkv[b, j, 1, head]
-                    score = s * q @ k
-                    if "u" in on:
-                        score += s * position.vectors["u"][head] @ k
+                    q, k, value = qkv[b, i, 0, head], qkv[b, j, 1, head], qkv[b, j, 2, head]
+                    score = s * position.vectors["u"][head] @ k if "u" in on else 0
                     if i >= prefix and j >= prefix:
                         (yi, xi), (yj, xj) = divmod(i - prefix, cols), divmod(j - prefix, cols)
-                        dh, dw = yi - yj, xi - xj
-                        if "bias" in on:
-                            score += entry(position.tables["bias"], head, dh, dw)
-                        if "query" in on:
-                            r = entry(position.tables["query"], head, dh, dw)
-                            score += s * q @ r
-                            if "v" in on:
-                                score += s * position.vectors["v"][head] @ r
-                    out[b, head, i, j] = score
-    return out
+                        read = {t: entry(position.tables[t], head, yi - yj, xi - xj) for t in looked_up}
+                        score += read.get("bias", 0)
+                        score += s * (q @ read["query"]) if "query" in on else 0
+                        score += s * (position.vectors["v"][head] @ read["query"]) if "v" in on else 0
+                        score += s * (k @ read["key"]) if "key" in on else 0
+                        value = value + read.get("value", 0)
+                    elif position.prefix is not None:
+                        score += position.prefix[head, 2 if i < prefix and j < prefix else 0 if i < prefix else 1]
+                    if position.frequencies is not None:
+                        q = q if i < prefix else turned(q, position.frequencies, head, *divmod(i - prefix, cols))
+                        k = k if j < prefix else turned(k, position.frequencies, head, *divmod(j - prefix, cols))
+                    scores[b, head, i, j] = s * q @ k + score
+                    values.append(value)
+                out[b, head, i] = scores[b, head, i].softmax(-1) @ torch.stack(values)
+    return scores, out.transpose(1, 2).flatten(2)
 
 
 @pytest.mark.parametrize("max_distance", [None, 2, (0, 1)], ids=str)
 @pytest.mark.parametrize("prefix", [0, 1, 5])
 @pytest.mark.parametrize("grid_size", GRIDS, ids=str)
 @pytest.mark.parametrize("table", ["separable", "joint"])
-@pytest.mark.parametrize("preset", ["bias", "txl", "txl_learned"])
-def test_scores_equal_the_double_loop(preset, table, grid_size, prefix, max_distance):
-    attn = make(grid_size, {"preset": preset, "table": table, "max_distance": max_distance}, prefix)
+@pytest.mark.parametrize("preset", ["bias", "txl", ALL_TERMS, "rope_mixed+txl", "rope+bias"])
+def test_scores_and_output_equal_the_double_loop(preset, table, grid_size, prefix, max_distance):
+    scalars = "learned" if prefix == 5 else "none"
+    spec = {"preset": preset, "table": table, "max_distance": max_distance, "prefix": scalars}
+    attn = make(grid_size, spec, prefix, backend="reference")
+    attn.proj = torch.nn.Identity()
     x = tokens(grid_size, prefix, batch=1)
-    torch.testing.assert_close(attn.scores(x), loop_scores(attn, x), rtol=0, atol=1e-12)
+    scores, out = loop(attn, x)
+    torch.testing.assert_close(attn.scores(x), scores, rtol=0, atol=1e-12)
+    torch.testing.assert_close(attn(x), out, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("mask", [None, "boolean", "additive", "padding", "causal"])
@@ -100,7 +134,7 @@ def test_every_backend_equals_the_reference_in_output_and_gradients(rel_pos, tab
     arguments = {"is_causal": True} if mask == "causal" else {"attn_mask": masks.get(mask)}
     results = {}
     for backend in [*BACKENDS, "unfused"]:
-        attn = make(grid_size, {"preset": rel_pos, "table": table, "max_distance": 3}, prefix)
+        attn = make(grid_size, {"max_distance": 3, **as_mapping(SCHEMES[rel_pos]), "table": table}, prefix)
         if backend == "unfused":
             attn.fused_attn = False
         else:
@@ -116,9 +150,10 @@ def test_every_backend_equals_the_reference_in_output_and_gradients(rel_pos, tab
 
 @pytest.mark.parametrize("rel_pos", SCHEMES)
 def test_terms_sum_to_scores(rel_pos):
-    attn, x = make((3, 5), rel_pos, 1), tokens((3, 5), 1)
+    attn, x = make((3, 5), SCHEMES[rel_pos], 1), tokens((3, 5), 1)
     terms = attn.terms(x)
-    assert list(terms) == ["content", *attn.rel_pos.terms]
+    on = [t for t in attn.rel_pos.terms if t != "value"]
+    assert list(terms) == ["content", *on, *(["prefix"] if attn.rel_pos.prefix == "learned" else [])]
     torch.testing.assert_close(sum(terms.values()), attn.scores(x), rtol=0, atol=1e-12)
 
 
@@ -154,7 +189,7 @@ def test_zero_max_distance_cannot_tell_patches_apart():
 @pytest.mark.parametrize("backend", [*BACKENDS, "unfused"])
 @pytest.mark.parametrize("additive", [False, True])
 def test_a_row_that_sees_nothing_gives_zero_and_finite_gradients(backend, additive):
-    attn, x = make((2, 3), "txl+bias"), tokens((2, 3))
+    attn, x = make((2, 3), ALL_TERMS), tokens((2, 3))
     attn.fused_attn = backend != "unfused"
     attn.backend = backend if backend in BACKENDS else attn.backend
     attn.proj = torch.nn.Identity()
@@ -174,7 +209,7 @@ def test_a_row_that_sees_nothing_gives_zero_and_finite_gradients(backend, additi
 @pytest.mark.parametrize("hide", ["boolean", "lowest"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_hidden_key_stays_hidden(backend, hide, dtype):
-    attn = make((2, 3), "txl+bias").to(dtype)
+    attn = make((2, 3), ALL_TERMS).to(dtype)
     attn.fused_attn = backend != "unfused"
     attn.backend = backend if backend in BACKENDS else attn.backend
     with torch.no_grad():

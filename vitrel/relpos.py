@@ -270,7 +270,7 @@ class RelPos:
             for field, value in preset.items():
                 if field == "terms":
                     merged["terms"] += tuple(value)
-                elif merged.setdefault(field, value) != value:
+                elif merged.setdefault(field, value) != value and field not in changes:
                     raise ValueError(f"rel_pos: the parts of {name!r} disagree on {field}; give {field} explicitly")
         return cls.of({**merged, **changes})
 

@@ -360,15 +360,18 @@ def _interpolate(new: Tensor, old: int, size: int) -> Tensor:
 
 
 def _geometric(new: Tensor, old: int, size: int) -> Tensor:
-    """BEiT's: entries near the centre keep their offsets, those further out lie in geometric progression."""
+    """BEiT's: entries near the centre keep their offsets, those further out lie in geometric progression.
+
+    Its ratio is 1.01 at least, so that a smaller grid gets nearly the centre of the table, and not all of it squeezed.
+    """
     if old == 0 or size == 0 or old == size:
         return _interpolate(new, old, size)
-    low, high = 1e-3, 10.0
+    low, high = 1.01, 10.0
     for _ in range(100):  # q with 1 + q + ... + q^(old-1) = size
         ratio = (low + high) / 2
         low, high = (ratio, high) if sum(ratio**n for n in range(old)) < size else (low, ratio)
     places = torch.cumsum(torch.tensor([0.0] + [ratio**n for n in range(old)], dtype=torch.float64), 0)
-    places[-1] = size
+    places[-1] = max(float(places[-1]), size)
     distance = new.abs()
     right = torch.searchsorted(places, distance.contiguous()).clamp(1, old)
     left = right - 1
@@ -391,6 +394,7 @@ def resize_table(table: Tensor, old: tuple[AxisDistance, ...], new: tuple[AxisDi
     Returns:
         The same tensor if no axis changes.
     """
+    wide = table
     for dim, (a, b) in enumerate(zip(old, new, strict=True), start=1):
         if a.size == b.size or a.kind != "clamp":
             continue
@@ -398,9 +402,8 @@ def resize_table(table: Tensor, old: tuple[AxisDistance, ...], new: tuple[AxisDi
         place = RESIZE[rule](offset, a.size, b.size) + (a.size if a.directed else 0)
         left = place.floor().long().clamp(0, a.entries - 1)
         right = (left + 1).clamp(max=a.entries - 1)
-        weight = (place - left).reshape([-1] + [1] * (table.ndim - dim - 1))
-        wide = table.to(torch.promote_types(table.dtype, torch.float32))
-        weight = weight.to(wide)
+        wide = wide.to(torch.promote_types(table.dtype, torch.float32))
+        weight = (place - left).reshape([-1] + [1] * (table.ndim - dim - 1)).to(wide)
         lower, upper = (wide.index_select(dim, i.to(table.device)) for i in (left, right))
-        table = torch.where(weight == 0, lower, lower + weight * (upper - lower)).to(table.dtype)
-    return table
+        wide = torch.where(weight == 0, lower, lower + weight * (upper - lower))
+    return wide.to(table.dtype)
