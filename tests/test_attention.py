@@ -5,10 +5,14 @@ import math
 import pytest
 import timm.layers
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from timm.layers import Attention
 
 from vitrel import RelativeAttention2d, explain
-from vitrel.attend import BACKENDS
+from vitrel.attend import BACKENDS, dense, reference
+from vitrel.grid import Grid, Points
+from vitrel.relpos import PRESETS
 
 DIM, HEADS = 16, 2
 GRIDS = [(3, 5), (5, 3), (1, 7)]
@@ -275,3 +279,140 @@ def test_explain_names_backend_and_bytes():
     assert report[0].extra_bytes == HEADS * 8 * (16 * 16 + 15 * (3 + 5))
     assert "additive bias" in str(report)
     assert explain(torch.nn.Linear(1, 1)) == []
+
+
+SIDES = st.integers(1, 5)
+ANY = settings(max_examples=25, deadline=None, derandomize=True)
+
+
+def qkv(generator, batch, length):
+    return torch.randn(3, batch, HEADS, length, DIM // HEADS, generator=generator, dtype=torch.float64)
+
+
+@ANY
+@given(rows=SIDES, cols=SIDES, down=st.integers(-9, 9), right=st.integers(-9, 9), scheme=st.sampled_from(list(SCHEMES)))
+def test_shifting_query_and_key_together_changes_nothing(rows, cols, down, right, scheme):
+    position = make((rows, cols), SCHEMES[scheme]).position_terms()
+    q, k, v = qkv(torch.Generator().manual_seed(5), 2, rows * cols)
+    here, there = Grid(rows, cols), Grid(rows, cols, down, right)
+    for attend in (dense, reference):
+        torch.testing.assert_close(
+            attend(q, k, v, position, there, there), attend(q, k, v, position, here, here), rtol=0, atol=1e-11
+        )
+
+
+@ANY
+@given(
+    q_rows=SIDES, q_cols=SIDES, k_rows=SIDES, k_cols=SIDES, top=st.integers(-4, 4), left=st.integers(-4, 4),
+    prefixes=st.tuples(st.integers(0, 2), st.integers(0, 2)), scheme=st.sampled_from(list(SCHEMES)),
+)  # fmt: skip
+def test_query_grid_other_than_key_grid(q_rows, q_cols, k_rows, k_cols, top, left, prefixes, scheme):
+    """As in memory and cross-attention; Points that hold the same places as a Grid give the same."""
+    position = make((4, 4), SCHEMES[scheme]).position_terms()
+    q_grid, k_grid = Grid(q_rows, q_cols), Grid(k_rows, k_cols, top, left)
+    generator = torch.Generator().manual_seed(6)
+    q = qkv(generator, 2, prefixes[0] + len(q_grid))[0]
+    _, k, v = qkv(generator, 2, prefixes[1] + len(k_grid))
+    expected = reference(q, k, v, position, q_grid, k_grid)
+    q_points, k_points = (Points(g.coords().expand(2, -1, -1)) for g in (q_grid, k_grid))
+    for got in (
+        dense(q, k, v, position, q_grid, k_grid),
+        dense(q, k, v, position, q_points, k_points),
+        dense(q, k, v, position, q_points, k_grid),
+        reference(q, k, v, position, q_points, k_points),
+    ):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_padded_batch_of_mixed_grids_equals_each_picture_alone(scheme):
+    grids = [Grid(3, 4), Grid(2, 5), Grid(4, 1)]
+    position = make((4, 5), SCHEMES[scheme], 1).position_terms()
+    length = max(len(g) for g in grids)
+    q, k, v = qkv(torch.Generator().manual_seed(7), 3, 1 + length)
+    coords = torch.full((3, length, 2), 99)
+    seen = torch.zeros(3, 1, 1, 1 + length, dtype=torch.bool)
+    for sample, grid in enumerate(grids):
+        coords[sample, : len(grid)] = grid.coords()
+        seen[sample, ..., : 1 + len(grid)] = True
+    out = dense(q, k, v, position, Points(coords), Points(coords), seen)
+    for sample, grid in enumerate(grids):
+        n = 1 + len(grid)
+        alone = [x[sample : sample + 1, :, :n] for x in (q, k, v)]
+        expected = reference(*alone, position, grid, grid)
+        torch.testing.assert_close(out[sample : sample + 1, :, :n], expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_permuting_heads_permutes_their_scores(scheme):
+    spec = {**as_mapping(SCHEMES[scheme]), "share_heads": False}
+    attn, x = make((3, 5), spec, 1), tokens((3, 5), 1)
+    before = attn.scores(x)
+    with torch.no_grad():
+        for parameter in attn.position_terms.parameters():
+            parameter.copy_(parameter.flip(0))
+        for layer in (attn.qkv.weight, attn.qkv.bias):
+            layer.copy_(layer.unflatten(0, (3, HEADS, -1)).flip(1).flatten(0, 2))
+    torch.testing.assert_close(attn.scores(x), before.flip(1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("table", ["separable", "joint"])
+def test_an_entry_beyond_the_clamp_shares_its_neighbours_value(table):
+    spec = {"preset": ALL_TERMS, "table": table}
+    short = make((3, 5), {**spec, "max_distance": (1, 2)})
+    long = make((3, 5), spec)
+    with torch.no_grad():
+        for name, parameter in short.position.named_parameters():
+            target = long.position.get_parameter(name)
+            dims = {"table_h": [1], "table_w": [2], "table": [1, 2]}.get(name.split(".")[-1], [])
+            for dim, k in enumerate(dims, start=1):
+                grown = {1: 2, 2: 4}[k]
+                index = torch.arange(-grown, grown + 1).clamp(-k, k) + k
+                parameter = parameter.index_select(dim, index)
+            target.copy_(parameter)
+        long.qkv.load_state_dict(short.qkv.state_dict())
+        long.proj.load_state_dict(short.proj.state_dict())
+    x = tokens((3, 5))
+    torch.testing.assert_close(long(x), short(x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("table", ["separable", "joint"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_entry_that_no_pair_reads_gets_exactly_no_gradient(backend, table):
+    attn = make((2, 3), {"preset": ALL_TERMS, "table": table, "max_distance": (3, 4)}, backend=backend)
+    attn(tokens((2, 3))).square().sum().backward()
+    for name in ("bias", "query", "key", "value"):
+        for parameter_name, parameter in attn.position.get_submodule(name).named_parameters():
+            read = parameter.grad.reshape(*parameter.shape[:3], -1).abs().sum(-1) if table == "joint" else None
+            if table == "joint":
+                expected = torch.zeros(7, 9, dtype=torch.bool)
+                expected[2:5, 2:7] = True
+                assert torch.equal(read.ne(0).all(0), expected)
+            else:
+                read = parameter.grad.reshape(*parameter.shape[:2], -1).abs().sum(-1)
+                low, high = (2, 5) if parameter_name == "table_h" else (2, 7)
+                expected = [low <= i < high for i in range(parameter.shape[1])]
+                assert read.ne(0).all(0).tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_half_precision_is_finite_and_near_float32(preset, backend, autocast, dtype):
+    if autocast and dtype == torch.float16 and not torch.amp.is_autocast_available("cpu"):
+        pytest.skip("no autocast on this CPU")
+    attn = make((3, 5), preset, 1, backend=backend).float()
+    with torch.no_grad():
+        for parameter in attn.position.parameters():
+            parameter.mul_(0.3)
+    x = tokens((3, 5), 1).detach().float()
+    expected = attn(x)
+    low = attn if autocast else attn.to(dtype)
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        out = low(x if autocast else x.to(dtype))
+        loss = (out.float() * torch.arange(out.numel()).reshape(out.shape).cos()).sum()
+    loss.backward()
+    assert out.isfinite().all()
+    assert torch.nn.functional.cosine_similarity(out.float().flatten(), expected.flatten(), dim=0) > 0.999
+    assert all(p.grad.isfinite().all() and p.grad.any() for p in attn.position.parameters())
