@@ -3,34 +3,46 @@ import math
 import pytest
 import torch
 
-from vitrel.grid import Grid
-from vitrel.tables import LearnedTable, SinusoidTable, axis_lookup, lookup, table_distance
+from vitrel.grid import AxisDistance, Grid
+from vitrel.tables import (
+    RESIZE,
+    AxialFrequencies,
+    LearnedTable,
+    MixedFrequencies,
+    MlpTable,
+    SinusoidTable,
+    axis_lookup,
+    lookup,
+    resize_table,
+)
+
+
+def axes(rows, cols, **kwargs):
+    return AxisDistance("clamp", rows, **kwargs), AxisDistance("clamp", cols, **kwargs)
+
+
+def offsets_of(q_grid, k_grid):
+    return (q_grid.coords()[:, :, None] - k_grid.coords()[:, None]).unbind(-1)
 
 
 def test_shapes_of_learned_tables():
-    assert [tuple(t.shape) for t in LearnedTable(4, (2, 5))()] == [(4, 5), (4, 11)]
-    assert [tuple(t.shape) for t in LearnedTable(4, (2, 5), 8)()] == [(4, 5, 8), (4, 11, 8)]
-    assert [tuple(t.shape) for t in LearnedTable(4, (2, 5), joint=True)()] == [(4, 5, 11)]
-    assert [tuple(t.shape) for t in LearnedTable(4, (2, 5), 8, joint=True)()] == [(4, 5, 11, 8)]
+    assert [tuple(t.shape) for t in LearnedTable(4, axes(2, 5))()] == [(4, 5), (4, 11)]
+    assert [tuple(t.shape) for t in LearnedTable(4, axes(2, 5), 8)()] == [(4, 5, 8), (4, 11, 8)]
+    assert [tuple(t.shape) for t in LearnedTable(4, axes(2, 5), joint=True)()] == [(4, 5, 11)]
+    assert [tuple(t.shape) for t in LearnedTable(4, axes(2, 5), 8, joint=True)()] == [(4, 5, 11, 8)]
+    assert [tuple(t.shape) for t in LearnedTable(4, axes(2, 5, directed=False))()] == [(4, 3), (4, 6)]
 
 
 def test_names_of_learned_tables():
-    assert list(LearnedTable(1, (1, 1)).state_dict()) == ["table_h", "table_w"]
-    assert list(LearnedTable(1, (1, 1), joint=True).state_dict()) == ["table"]
-
-
-@pytest.mark.parametrize("joint", [False, True])
-def test_distance_is_read_off_the_shape(joint):
-    assert table_distance(LearnedTable(2, (2, 5), joint=joint)()) == (2, 5)
+    assert list(LearnedTable(1, axes(1, 1)).state_dict()) == ["table_h", "table_w"]
+    assert list(LearnedTable(1, axes(1, 1), joint=True).state_dict()) == ["table"]
 
 
 def test_joint_lookup_on_a_grid_with_unequal_sides_reads_every_entry_once_per_offset():
-    table = LearnedTable(1, (2, 4), joint=True)
+    table = LearnedTable(1, axes(2, 4), joint=True)
     with torch.no_grad():
         table.table.copy_(torch.arange(45.0).reshape(1, 5, 9))
-    coords = Grid(3, 5).coords()
-    dh, dw = (coords[:, None] - coords[None]).unbind(-1)
-    read = lookup(table(), dh, dw)[0]
+    read = lookup(table(), table.axes, *offsets_of(Grid(3, 5), Grid(3, 5)))[0, 0]
     for i in range(15):
         for j in range(15):
             (yi, xi), (yj, xj) = divmod(i, 5), divmod(j, 5)
@@ -40,21 +52,21 @@ def test_joint_lookup_on_a_grid_with_unequal_sides_reads_every_entry_once_per_of
 
 def test_separable_lookup_sums_the_axes_and_clamps():
     rows, cols = torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[10.0, 20.0, 40.0]])
-    read = lookup((rows, cols), torch.tensor([-1, 0, 1, 7]), torch.tensor([0, -3, 1, 1]))
-    assert read.tolist() == [[21.0, 12.0, 44.0, 44.0]]
+    read = lookup((rows, cols), axes(1, 1), torch.tensor([[-1, 0, 1, 7]]), torch.tensor([[0, -3, 1, 1]]))
+    assert read.tolist() == [[[21.0, 12.0, 44.0, 44.0]]]
 
 
-def test_axis_lookup_equals_lookup():
-    table = LearnedTable(2, (1, 4), 3, init_std=1.0)
+@pytest.mark.parametrize("directed", [True, False])
+def test_axis_lookup_equals_lookup(directed):
+    table = LearnedTable(2, axes(1, 4, directed=directed), 3, init_std=1.0)
     q_grid, k_grid = Grid(3, 5), Grid(2, 4, top=-2, left=1)
-    rows, cols = axis_lookup(table(), q_grid, k_grid)
-    dh, dw = (q_grid.coords()[:, None] - k_grid.coords()[None]).unbind(-1)
-    full = lookup(table(), dh, dw).reshape(2, 3, 5, 2, 4, 3)
+    rows, cols = axis_lookup(table(), table.axes, q_grid, k_grid)
+    full = lookup(table(), table.axes, *offsets_of(q_grid, k_grid))[0].reshape(2, 3, 5, 2, 4, 3)
     torch.testing.assert_close(rows[:, :, None, :, None] + cols[:, None, :, None], full)
 
 
 def test_sinusoid_table_is_the_projection_of_signed_distances():
-    table = SinusoidTable(2, (1, 2), 3, sinusoid_width=4, init_std=1.0, dtype=torch.float64)
+    table = SinusoidTable(2, axes(1, 2), 3, sinusoid_width=4, init_std=1.0, dtype=torch.float64)
     rows, cols = table()
     assert rows.shape == (2, 3, 3)
     assert cols.shape == (2, 5, 3)
@@ -65,10 +77,111 @@ def test_sinusoid_table_is_the_projection_of_signed_distances():
 
 def test_sinusoid_needs_an_even_width():
     with pytest.raises(ValueError, match="sinusoid_width: expected an even number, got 5"):
-        SinusoidTable(1, (1, 1), sinusoid_width=5)
+        SinusoidTable(1, axes(1, 1), sinusoid_width=5)
 
 
-@pytest.mark.parametrize("make", [lambda std: LearnedTable(2, (3, 3), 4, init_std=std)])
-def test_initial_values(make):
-    assert not any(t.any() for t in make(0.0)())
-    assert all(0 < t.std() < 0.05 for t in make(0.02)())
+def test_mlp_table_on_a_side_of_one_is_finite_and_grows_with_the_grid():
+    table = MlpTable(3, axes(0, 4), hidden=8)
+    assert table()[0].shape == (3, 1, 9)
+    assert table()[0].isfinite().all()
+    assert ((table()[0] > 0) & (table()[0] < 16)).all()
+    table.set_axes(axes(2, 6))
+    assert table()[0].shape == (3, 5, 13)
+
+
+def test_axial_frequencies_turn_columns_first():
+    rows, cols = AxialFrequencies(8, theta=100.0)()
+    torch.testing.assert_close(cols[0], torch.tensor([1.0, 0.1, 0.0, 0.0], dtype=torch.float64))
+    torch.testing.assert_close(rows[0], torch.tensor([0.0, 0.0, 1.0, 0.1], dtype=torch.float64))
+
+
+def test_mixed_frequencies_start_as_two_sets_at_right_angles():
+    rows, cols = MixedFrequencies(3, 8, theta=100.0)()
+    magnitude = (rows.square() + cols.square()).sqrt()
+    torch.testing.assert_close(magnitude, torch.tensor([1.0, 0.1, 1.0, 0.1]).expand(3, -1))
+    inner = rows[:, :2] * rows[:, 2:] + cols[:, :2] * cols[:, 2:]
+    torch.testing.assert_close(inner, torch.zeros(3, 2), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [AxialFrequencies, lambda width: MixedFrequencies(2, width)])
+def test_rotary_needs_pairs_for_both_axes(make):
+    with pytest.raises(ValueError, match="rotary: the width of a head must be a multiple of 4, got 6"):
+        make(6)
+
+
+def test_initial_values():
+    assert not any(t.any() for t in LearnedTable(2, axes(3, 3), 4)())
+    assert all(0 < t.std() < 0.05 for t in LearnedTable(2, axes(3, 3), 4, init_std=0.02)())
+
+
+@pytest.mark.parametrize("rule", RESIZE)
+def test_resize_to_the_same_size_is_the_same_tensor(rule):
+    table = torch.randn(2, 5, 9)
+    assert resize_table(table, axes(2, 4), axes(2, 4), rule) is table
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (5, 11), (7, 1), (0, 0)], ids=str)
+@pytest.mark.parametrize("rule", RESIZE)
+def test_zero_offset_stays_the_centre(rule, sizes):
+    table = torch.randn(2, 7, 11, 3)
+    new = resize_table(table, axes(3, 5), axes(*sizes), rule)
+    assert new.shape == (2, 2 * sizes[0] + 1, 2 * sizes[1] + 1, 3)
+    assert torch.equal(new[:, sizes[0], sizes[1]], table[:, 3, 5])
+
+
+def test_clamp_and_crop_keep_entries_at_their_offsets():
+    table = torch.tensor([[-2.0, -1.0, 0.0, 1.0, 2.0]])
+    for rule in ("clamp", "crop"):
+        (grown,), (cut,) = (resize_table(table, axes(2, 0)[:1], axes(k, 0)[:1], rule) for k in (4, 1))
+        assert grown.tolist() == [-2.0, -2.0, -2.0, -1.0, 0.0, 1.0, 2.0, 2.0, 2.0]
+        assert cut.tolist() == [-1.0, 0.0, 1.0]
+
+
+def test_interpolate_keeps_corners_and_a_linear_field():
+    table = torch.linspace(-7, 7, 15)[None, :, None] + 10 * torch.linspace(-3, 3, 7)[None, None]
+    new = resize_table(table, axes(7, 3), axes(11, 5), "interpolate")
+    expected = torch.linspace(-7, 7, 23)[None, :, None] + 10 * torch.linspace(-3, 3, 11)[None, None]
+    torch.testing.assert_close(new, expected)
+
+
+def test_geometric_keeps_near_entries_and_stretches_far_ones():
+    """BEiT's grid from K=3 to K=6: places 0, 1, 1+q, 1+q+q² = 6 with q² + q = 5."""
+    q = (-1 + math.sqrt(21)) / 2
+    table = torch.tensor([[-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0]], dtype=torch.float64)
+    (new,) = resize_table(table, axes(3, 0)[:1], axes(6, 0)[:1], "geometric")
+    expected = [0.0, 1.0, 1 + 1 / q, 2 + (2 - q) / q**2, 2 + (3 - q) / q**2, 2 + (4 - q) / q**2, 3.0]
+    torch.testing.assert_close(new[6:], torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-9)
+    torch.testing.assert_close(new, -new.flip(0), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rule", RESIZE)
+def test_half_precision_tables_resize(rule, dtype):
+    table = torch.randn(2, 5, 9).to(dtype)
+    new = resize_table(table, axes(2, 4), axes(6, 3), rule)
+    assert new.dtype == dtype
+    assert torch.equal(new, resize_table(table.float(), axes(2, 4), axes(6, 3), rule).to(dtype))
+
+
+def test_a_table_of_another_grid_is_resized_at_load():
+    small, large = LearnedTable(2, axes(2, 4), joint=True, init_std=1.0), LearnedTable(2, axes(3, 6), joint=True)
+    large.load_state_dict(small.state_dict())
+    assert torch.equal(large.table, resize_table(small.table, axes(2, 4), axes(3, 6), "clamp"))
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [torch.zeros(3, 5, 9), torch.zeros(2, 45), torch.zeros(2, 4, 9), torch.zeros(2, 5, 9, 1)],
+    ids=lambda t: str(tuple(t.shape)),
+)
+def test_a_wrong_table_is_refused_by_name_and_shape(stored):
+    table = torch.nn.ModuleDict({"bias": LearnedTable(2, axes(2, 5), joint=True)})
+    with pytest.raises(RuntimeError, match=r"bias\.table: the stored table has shape \(.*expected \(2, 5, 11\)"):
+        table.load_state_dict({"bias.table": stored})
+
+
+def test_a_table_with_logarithmic_buckets_is_never_resized():
+    log = AxisDistance("t5_log", 15, 8, 15, 128)
+    table = LearnedTable(2, (log, log))
+    with pytest.raises(RuntimeError, match="the stored table has shape"):
+        table.load_state_dict({"table_h": torch.zeros(2, 15), "table_w": torch.zeros(2, 31)})

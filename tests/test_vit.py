@@ -2,15 +2,26 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import timm
 import torch
 
 import vitrel
+from vitrel.relpos import PRESETS
+from vitrel.tables import RESIZE
 from vitrel.vit import RelativeVisionTransformer
 
-SCHEMES = ["bias", "txl", "txl_learned", "txl+bias", {"preset": "bias", "table": "joint"}]
+SCHEMES = [
+    *(name for name in PRESETS if name not in ("none", "rope", "rope_mixed", "cpb")),
+    "txl+bias",
+    "rope+bias",
+    "txl+value",
+    {"preset": "txl", "share_layers": True},
+    {"preset": "irpe_qkv", "table": "separable"},
+]
+OTHERS = ["rope", "rope_mixed", "cpb", {"preset": "txl", "source": "sinusoid"}]  # not the plain model at zero
 PREFIXES = [{}, {"class_token": True}, {"class_token": True, "reg_tokens": 4}]
 
 
@@ -29,18 +40,20 @@ def fill(model, std=0.5):
 
 
 @pytest.mark.parametrize("prefix", PREFIXES, ids=["0", "1", "5"])
-@pytest.mark.parametrize("rel_pos", SCHEMES, ids=str)
+@pytest.mark.parametrize("rel_pos", [s for s in SCHEMES if "rope" not in str(s)], ids=str)
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 def test_zero_tables_leave_the_logits_of_none(rel_pos, prefix, dtype, atol):
-    plain = micro("none", img_size=(24, 40), **prefix).to(dtype)
     spec = {**vitrel.RelPos.of(rel_pos).as_dict(), "init": "zeros"}
+    if spec["scale"] == "deberta":
+        spec["scale"] = "sum"  # DeBERTa's scale shrinks the content term too
+    plain = micro("none", img_size=(24, 40), **prefix).to(dtype)
     relative = micro(spec, img_size=(24, 40), **prefix).to(dtype)
     loaded = relative.load_state_dict(plain.state_dict(), strict=False)
     assert set(loaded.missing_keys) == relative.position_parameters()
     assert not loaded.unexpected_keys
     x = torch.randn(2, 3, 24, 40, dtype=dtype)
     torch.testing.assert_close(relative(x), plain(x), rtol=0, atol=atol)
-    assert (fill(relative)(x) - plain(x)).abs().max() > 1e-3
+    assert (fill(relative, std=2.0)(x) - plain(x)).abs().max() > 1e-3
 
 
 def test_one_seed_gives_one_body_whatever_the_scheme():
@@ -58,17 +71,17 @@ def test_no_absolute_embedding_and_no_class_token_unless_asked_for():
     assert asked(torch.randn(1, 3, 32, 32)).shape == (1, 10)
 
 
-@pytest.mark.parametrize("rel_pos", ["none", *SCHEMES], ids=str)
+@pytest.mark.parametrize("rel_pos", ["none", *SCHEMES, *OTHERS], ids=str)
 def test_position_parameters_are_named_and_do_not_decay(rel_pos):
     model = micro(rel_pos)
     names = {name for name, _ in model.named_parameters()}
     assert model.position_parameters() == {name for name in names if ".position." in name}
     assert model.position_parameters() <= model.no_weight_decay()
-    assert bool(model.position_parameters()) == (rel_pos != "none")
+    assert bool(model.position_parameters()) == (rel_pos not in ("none", "rope"))
 
 
-@pytest.mark.parametrize("rel_pos", SCHEMES, ids=str)
-@pytest.mark.parametrize("prefix", PREFIXES, ids=["0", "1", "5"])
+@pytest.mark.parametrize("rel_pos", [*SCHEMES, *OTHERS], ids=str)
+@pytest.mark.parametrize("prefix", [PREFIXES[0], PREFIXES[2]], ids=["0", "5"])
 def test_every_parameter_reaches_the_loss_within_two_steps(rel_pos, prefix):
     model = micro(rel_pos, **prefix).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -77,7 +90,9 @@ def test_every_parameter_reaches_the_loss_within_two_steps(rel_pos, prefix):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+    without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    # three scalars for prefix tokens that are not there
+    assert without == ([] if prefix else [n for n in without if n.endswith("position.prefix")])
 
 
 def test_entries_beyond_the_grid_get_no_gradient():
@@ -100,19 +115,107 @@ def test_transposing_picture_and_tables_transposes_features():
     torch.testing.assert_close(turned(x.mT), model(x), rtol=1e-4, atol=1e-5)
 
 
-def test_set_input_size_clamps_offsets_beyond_the_tables():
-    model = fill(micro("txl+bias"))
-    small = model(torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0)))
-    model.set_input_size((48, 40))
-    assert model(torch.randn(1, 3, 48, 40)).shape == (1, 10)
-    assert model.blocks[0].attn.position.bias.table_h.shape == (4, 15)
-    model.set_input_size((32, 32))
-    again = model(torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0)))
-    assert torch.equal(small, again)
+@pytest.mark.parametrize("rule", RESIZE)
+@pytest.mark.parametrize("rel_pos", ["txl+bias+value", "beit", "cpb", "rope", "irpe_qkv", "t5"])
+@pytest.mark.parametrize("size", [(16, 32), (32, 16), (48, 32), (48, 40)], ids=str)
+def test_three_ways_to_another_size_agree(rel_pos, rule, size):
+    """At run time, by set_input_size, and by loading into a model built at that size."""
+    spec = {**vitrel.RelPos.of(rel_pos).as_dict(), "resize": rule}
+    model = fill(micro(spec, dynamic_img_size=True, class_token=True))
+    built = micro(spec, img_size=size, class_token=True)
+    built.load_state_dict(model.state_dict())
+    x = torch.randn(1, 3, *size)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        here, there = model(x), built(x)
+    torch.testing.assert_close(here, there, rtol=0, atol=1e-5)
+    moved = copy.deepcopy(model)
+    moved.set_input_size(size)
+    torch.testing.assert_close(moved(x), there, rtol=0, atol=1e-5)
+    shapes = {k: v.shape for k, v in built.state_dict().items()}
+    assert {k: v.shape for k, v in moved.state_dict().items()} == shapes
+
+
+def test_tables_grow_with_the_grid_and_the_centre_stays():
+    model = fill(micro("swin"))
+    for size, rows in (((48, 48), (23, 23)), ((32, 48), (15, 23)), ((32, 32), (15, 15))):
+        larger = micro({"preset": "swin", "resize": "interpolate"}, img_size=size)
+        larger.load_state_dict(model.state_dict())
+        table = larger.blocks[3].attn.position.bias.table
+        assert table.shape == (4, *rows)
+        assert torch.equal(table[:, rows[0] // 2, rows[1] // 2], model.blocks[3].attn.position.bias.table[:, 7, 7])
+        if size == (32, 32):
+            assert torch.equal(table, model.blocks[3].attn.position.bias.table)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_loading_another_size_below_wrappers(depth):
+    small, large = fill(micro("beit", class_token=True)), micro("beit", class_token=True, img_size=48)
+    wrapped = [small, large]
+    for _ in range(depth):
+        wrapped = [torch.nn.ModuleDict({"model": m}) for m in wrapped]
+    wrapped[1].load_state_dict(wrapped[0].state_dict())
+    assert torch.equal(large.blocks[0].attn.position.prefix, small.blocks[0].attn.position.prefix)
+    assert large.blocks[0].attn.position.bias.table.shape == (4, 23, 23)
+
+
+def test_a_fixed_size_is_refused_by_both_sizes():
+    with pytest.raises(AssertionError, match=r"Input height \(48\) doesn't match model \(32\)"):
+        micro("txl")(torch.randn(1, 3, 48, 32))
+
+
+def test_a_table_of_other_heads_is_refused_by_name_and_shape():
+    state = micro("swin").state_dict()
+    state["blocks.0.attn.position.bias.table"] = torch.zeros(8, 15, 15)
+    with pytest.raises(
+        RuntimeError, match=r"blocks.0.attn.position.bias.table: the stored table has shape \(8, 15, 15\)"
+    ):
+        micro("swin").load_state_dict(state)
+
+
+def test_a_shared_table_is_held_and_saved_once():
+    model = fill(micro({"preset": "txl", "share_layers": True}))
+    assert sum(".position." in name for name in model.state_dict()) == 4
+    twin = copy.deepcopy(model)
+    assert all(b.attn.position_terms is twin.blocks[0].attn.position for b in twin.blocks)
+    maps = vitrel.bias_maps(twin)
+    assert len(maps) == 6
+    assert torch.equal(maps["blocks.0"], maps["blocks.5"])
+    twin.set_input_size((48, 32))
+    assert twin.blocks[4].attn.position_terms.axes[0].size == 11
+
+
+def test_reading_beyond_the_trained_grid_is_said_once():
+    model = fill(micro("bias", dynamic_img_size=True))
+    assert {c.share for c in vitrel.coverage(model).values()} == {1.0}
+    model(torch.randn(1, 3, 24, 32))
+    with pytest.warns(UserWarning, match="a grid of 12x8 patches reads relative positions beyond the trained ones"):
+        model(torch.randn(1, 3, 48, 32))
+    model(torch.randn(1, 3, 48, 32))  # a second warning would be an error here
+    cover = vitrel.coverage(model)["blocks.0"]
+    assert cover.grid == (12, 8)
+    assert cover.inside.tolist() == [[abs(dy) <= 7] * 15 for dy in range(-11, 12)]
+    assert cover.share == pytest.approx(sum(12 - abs(d) for d in range(-7, 8)) / 144)
+
+
+@pytest.mark.parametrize(("rule", "share"), [("clamp", 0.861), ("interpolate", 1.0)])
+def test_coverage_of_a_resized_checkpoint(rule, share):
+    large = micro({"preset": "swin", "resize": rule}, img_size=(48, 32))
+    large.load_state_dict(micro("swin").state_dict())
+    assert vitrel.coverage(large)["blocks.0"].share == pytest.approx(share, abs=1e-3)
+    assert vitrel.coverage(large.train())["blocks.0"].share == 1.0
+
+
+def test_a_chosen_max_distance_covers_every_size():
+    model = micro({"preset": "bias", "max_distance": 3}, dynamic_img_size=True)
+    model(torch.randn(1, 3, 64, 64))
+    assert vitrel.coverage(model)["blocks.0"].share == 1.0
 
 
 def test_state_holds_nothing_derived():
-    assert [k for k in micro("txl+bias").state_dict() if any(w in k for w in ("index", "coord", "mask"))] == []
+    assert [
+        k for k in fill(micro("irpe_qkv+rotary+u")).state_dict() if any(w in k for w in ("index", "coord", "mask"))
+    ] == []
 
 
 def test_copy_and_pickle():
@@ -130,9 +233,9 @@ def test_mask_and_intermediates_pass_through():
     torch.testing.assert_close(model.forward_head(final), model(x))
 
 
-@pytest.mark.parametrize("option", [{"patch_drop_rate": 0.5}, {"dynamic_img_size": True}])
+@pytest.mark.parametrize("option", [{"patch_drop_rate": 0.5}])
 def test_options_without_a_full_grid_are_refused(option):
-    with pytest.raises(ValueError, match=f"^{next(iter(option))}: relative attention needs the full patch grid"):
+    with pytest.raises(ValueError, match=f"^{next(iter(option))}: relative attention needs every patch of the grid"):
         micro(**option)
 
 
@@ -147,7 +250,7 @@ def test_heads_must_divide_the_width():
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("rel_pos", ["none", *SCHEMES], ids=str)
+@pytest.mark.parametrize("rel_pos", ["none", "txl+bias", "rope+bias", "irpe_qkv"])
 def test_bfloat16_stays_near_float32(rel_pos, autocast):
     model, x = micro(rel_pos).train(), torch.randn(4, 3, 32, 32)
     if rel_pos != "none":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 from vitrel import attend
 from vitrel.grid import Grid
-from vitrel.relpos import PositionTerms, RelPos
+from vitrel.position import PositionTerms
+from vitrel.relpos import TERMS, RelPos
 
 
 class RelativeAttention2d(Attention):
@@ -48,9 +50,13 @@ class RelativeAttention2d(Attention):
         self.grid_size = (int(grid_size[0]), int(grid_size[1]))
         self.num_prefix_tokens = num_prefix_tokens
         self.backend, self.backend_reason = attend.choose(backend, spec.terms)
-        self.position = PositionTerms(
-            spec, dim, self.num_heads, self.head_dim, self.grid_size, device=device, dtype=dtype
-        )
+        self._spec = spec
+        self.position: PositionTerms | None = self._new_position(dim, device, dtype)
+        # In a tuple, so that a position held by another layer is not registered (and saved) here again.
+        self._shared: tuple[PositionTerms, ...] = ()
+
+    def _new_position(self, dim: int, device: torch.device | str | None, dtype: torch.dtype | None) -> PositionTerms:
+        return PositionTerms(self._spec, dim, self.num_heads, self.head_dim, self.grid_size, device=device, dtype=dtype)
 
     @classmethod
     def from_attention(
@@ -61,8 +67,13 @@ class RelativeAttention2d(Attention):
         rel_pos: Any = "bias",
         num_prefix_tokens: int = 0,
         backend: str = "auto",
+        shared: PositionTerms | None = None,
     ) -> RelativeAttention2d:
-        """A relative attention that takes over the layers (not copies) of a timm ``Attention``."""
+        """A relative attention that takes over the layers (not copies) of a timm ``Attention``.
+
+        Args:
+            shared: Position parameters that another layer holds, to be read by this one too.
+        """
         weight = attn.qkv.weight
         new = cls(
             attn.qkv.in_features,
@@ -74,15 +85,10 @@ class RelativeAttention2d(Attention):
             backend=backend,
             device="meta",
         )
-        new.position = PositionTerms(
-            new.rel_pos,
-            attn.qkv.in_features,
-            new.num_heads,
-            new.head_dim,
-            new.grid_size,
-            device=weight.device,
-            dtype=weight.dtype,
-        )
+        if shared is None:
+            new.position = new._new_position(attn.qkv.in_features, weight.device, weight.dtype)
+        else:
+            new.position, new._shared = None, (shared,)
         for name, child in attn.named_children():
             setattr(new, name, child)
         new.fused_attn = attn.fused_attn  # type: ignore[misc]  # timm marks it Final for scripting
@@ -90,7 +96,17 @@ class RelativeAttention2d(Attention):
 
     @property
     def rel_pos(self) -> RelPos:
-        return self.position.rel_pos
+        return self._spec
+
+    @property
+    def position_terms(self) -> PositionTerms:
+        """The position parameters, this layer's own or those of the layer that holds them for all."""
+        return self.position if self.position is not None else self._shared[0]
+
+    def set_grid_size(self, grid_size: tuple[int, int]) -> None:
+        """Take another grid (h, w) in patches, and give the tables its size by the rule ``rel_pos.resize``."""
+        self.grid_size = (int(grid_size[0]), int(grid_size[1]))
+        self.position_terms.set_grid_size(self.grid_size)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Attend.
@@ -109,13 +125,14 @@ class RelativeAttention2d(Attention):
         q, k, v = self._qkv(x)
         if is_causal:
             attn_mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
-        grid, position = Grid(*self.grid_size), self.position()
+        grid, position = Grid(*self.grid_size), self.position_terms(self.grid_size)
         if self.fused_attn:
             dropout_p = self.attn_drop.p if self.training else 0.0
             out = attend.BACKENDS[self.backend](q, k, v, position, grid, grid, attn_mask, dropout_p)
         else:
             scores = attend.dense_scores(q, k, position, grid, grid)
-            out = self.attn_drop(attend.masked_softmax(scores, attn_mask)) @ v
+            weights = self.attn_drop(attend.masked_softmax(scores, attn_mask))
+            out = attend.weigh(weights, v, position, grid, grid)
         out = self.norm(out.transpose(1, 2).reshape(*x.shape[:2], self.attn_dim))
         if self.gate is not None:
             out = out * self.gate(x).sigmoid()
@@ -125,13 +142,16 @@ class RelativeAttention2d(Attention):
         """Scores before mask and softmax by the readable reference, (B, H, L, L)."""
         q, k, _ = self._qkv(x)
         grid = Grid(*self.grid_size)
-        return attend.reference_scores(q, k, self.position(), grid, grid)
+        return attend.reference_scores(q, k, self.position_terms(self.grid_size), grid, grid)
 
     def terms(self, x: Tensor) -> dict[str, Tensor]:
-        """Each term's summand of ``scores(x)``: term name to (B, H, L, L), ``content`` first."""
+        """Each term's summand of ``scores(x)``: term name to (B, H, L, L), ``content`` first.
+
+        ``rotary`` is what turning changes of the content term. ``value`` acts on the output and has no summand.
+        """
         q, k, _ = self._qkv(x)
         grid = Grid(*self.grid_size)
-        return attend.reference_terms(q, k, self.position(), grid, grid)
+        return attend.reference_terms(q, k, self.position_terms(self.grid_size), grid, grid)
 
     def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         h, w = self.grid_size
@@ -195,14 +215,17 @@ def explain(model: nn.Module) -> Explanation:
 
 def _extra_bytes(attn: RelativeAttention2d) -> int:
     h, w = attn.grid_size
-    patches, tokens = h * w, h * w + attn.num_prefix_tokens
+    patches, tokens, terms = h * w, h * w + attn.num_prefix_tokens, attn.rel_pos.terms
+    reads = [t for t in terms if TERMS[t].reads]
     numbers = 0
-    if attn.position.rel_pos.terms and attn.backend == "reference":
-        numbers = tokens * tokens * (1 + len(attn.rel_pos.terms)) + patches * patches * attn.head_dim
-    elif any(True for _ in attn.position.children()):
+    if terms and attn.backend == "reference":
+        numbers = tokens * tokens * (1 + len(terms)) + (patches * patches * attn.head_dim if reads else 0)
+    elif reads or attn.rel_pos.prefix == "learned":
         numbers = tokens * tokens
+        contents = [t for t in reads if TERMS[t].needs_input]
         if attn.rel_pos.table == "separable":
             numbers += patches * (h + w)
-        elif "query" in attn.rel_pos.terms:
-            numbers += patches * (2 * h - 1) * (2 * w - 1)
+        elif contents:
+            entries = math.prod(axis.entries for axis in attn.position_terms.axes)
+            numbers += patches * entries * len(contents)
     return numbers * attn.num_heads * attn.qkv.weight.element_size()

@@ -1,8 +1,10 @@
-"""Coordinates on a patch grid, offsets between them, and the distance map from an offset to a table entry."""
+"""Coordinates on a patch grid, offsets between them, and the distance maps from an offset to a table entry."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,26 +38,112 @@ class Grid:
         return torch.arange(self.left, self.left + self.cols, device=device)
 
     def coords(self, device: torch.device | None = None) -> Tensor:
-        """(row, column) of each patch, int64, shape (rows * cols, 2)."""
-        return torch.cartesian_prod(self.row_coords(device), self.col_coords(device))
+        """(row, column) of each patch, int64, shape (1, rows * cols, 2)."""
+        return torch.cartesian_prod(self.row_coords(device), self.col_coords(device))[None]
+
+
+class Points:
+    """Patches anywhere, per sample: padded batches of pictures with different grids.
+
+    Args:
+        coords: (row, column) of each patch, int64, shape (B, N, 2). Padding may hold anything; mask it.
+    """
+
+    def __init__(self, coords: Tensor) -> None:
+        if coords.ndim != 3 or coords.shape[-1] != 2:
+            raise ValueError(f"coords: expected shape (B, N, 2), got {tuple(coords.shape)}")
+        self._coords = coords
+
+    def __len__(self) -> int:
+        return self._coords.shape[1]
+
+    def coords(self, device: torch.device | None = None) -> Tensor:
+        """(row, column) of each patch, shape (B, N, 2)."""
+        return self._coords.to(device)
 
 
 def offsets(q: Tensor, k: Tensor) -> Tensor:
     """Offset of every query from every key, **query minus key**.
 
     Args:
-        q: Query coordinates along one axis, shape (Lq,).
-        k: Key coordinates along the same axis, shape (Lk,).
+        q: Query coordinates along one axis, shape (..., Lq).
+        k: Key coordinates along the same axis, shape (..., Lk).
 
     Returns:
-        Shape (Lq, Lk).
+        Shape (..., Lq, Lk).
     """
-    return q[:, None] - k[None, :]
+    return q[..., :, None] - k[..., None, :]
 
 
-def clamp_index(offset: Tensor, max_distance: int) -> Tensor:
-    """Table entry of an offset: ``clamp(offset, -K, K) + K``, in ``[0, 2K]``.
+def _clamp(distance: Tensor, exact: float, buckets: float, max_distance: float) -> Tensor:
+    """Every distance up to ``max_distance`` has its own bucket (Shaw et al., arXiv 1803.02155)."""
+    return distance
 
-    Offsets beyond K share the entry of K, as Shaw et al. (arXiv 1803.02155) and Transformer-XL's ``clamp_len`` do.
+
+def _t5_log(distance: Tensor, exact: float, buckets: float, max_distance: float) -> Tensor:
+    """T5 (arXiv 1910.10683): exact below ``exact``, then logarithmic up to ``max_distance``."""
+    steps = torch.log(distance.clamp(min=exact) / exact) / math.log(max_distance / exact) * (buckets + 1 - exact)
+    return torch.where(distance < exact, distance, exact + steps.floor())
+
+
+def _deberta_log(distance: Tensor, exact: float, buckets: float, max_distance: float) -> Tensor:
+    """DeBERTa-v2 (``make_log_bucket_position``): exact up to ``exact``, then logarithmic and rounded up."""
+    steps = torch.log(distance.clamp(min=exact) / exact) / math.log((max_distance - 1) / exact) * (exact - 1)
+    return torch.where(distance <= exact, distance, exact + steps.ceil())
+
+
+def _piecewise(distance: Tensor, exact: float, buckets: float, max_distance: float) -> Tensor:
+    """iRPE (arXiv 2107.14222, eq. 18): exact up to α, then logarithmic, β at γ; (α, β, γ) are the arguments."""
+    steps = torch.log(distance.clamp(min=exact) / exact) / math.log(max_distance / exact) * (buckets - exact)
+    return torch.where(distance <= exact, distance.round(), (exact + steps).round().clamp(max=buckets).floor())
+
+
+BUCKETS: dict[str, Callable[[Tensor, float, float, float], Tensor]] = {
+    "clamp": _clamp,
+    "t5_log": _t5_log,
+    "deberta_log": _deberta_log,
+    "piecewise": _piecewise,
+}
+
+
+@dataclass(frozen=True)
+class AxisDistance:
+    """The distance map of one axis: offset -> bucket in [-K, K] -> entry bucket + K.
+
+    Attributes:
+        kind: A key of ``BUCKETS``.
+        size: K, the largest bucket, at which all larger ones end.
+        exact: Distances up to (T5: below) it have buckets of their own; unused by ``clamp``.
+        buckets: β of ``piecewise``, else K.
+        max_distance: Distance at which a logarithmic map reaches its last bucket.
+        directed: False to map Δ and -Δ to one entry |bucket| (LeViT), so that the axis has K + 1 entries.
     """
-    return offset.clamp(-max_distance, max_distance) + max_distance
+
+    kind: str
+    size: int
+    exact: float = 0.0
+    buckets: float = 0.0
+    max_distance: float = 0.0
+    directed: bool = True
+
+    @property
+    def entries(self) -> int:
+        """Number of table entries along this axis."""
+        return 2 * self.size + 1 if self.directed else self.size + 1
+
+    def with_entries(self, entries: int) -> AxisDistance:
+        """The same map with another number of table entries."""
+        return replace(self, size=entries // 2 if self.directed else entries - 1)
+
+    def bucket(self, offset: Tensor) -> Tensor:
+        """Bucket of |offset|, in [0, K], int64, the shape of ``offset``."""
+        distance = offset.abs()
+        if self.kind != "clamp":
+            # float64: at a bucket's edge a rounded logarithm would fall on the wrong side
+            distance = BUCKETS[self.kind](distance.double(), self.exact, self.buckets, self.max_distance).long()
+        return distance.clamp(max=self.size)
+
+    def index(self, offset: Tensor) -> Tensor:
+        """Table entry of each offset (query minus key), int64, the shape of ``offset``."""
+        distance = self.bucket(offset)
+        return torch.where(offset < 0, -distance, distance) + self.size if self.directed else distance

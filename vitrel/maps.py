@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -34,17 +36,50 @@ def bias_maps(model: nn.Module) -> dict[str, Tensor]:
     return maps
 
 
+class Coverage(NamedTuple):
+    """What of a block's offsets was inside the grid that it was trained on.
+
+    Attributes:
+        grid: (h, w) of the present grid, in patches.
+        inside: Boolean, (2h-1, 2w-1), oriented as a map.
+        share: Share of the pairs of patches whose offset is inside.
+    """
+
+    grid: tuple[int, int]
+    inside: Tensor
+    share: float
+
+
+def coverage(model: nn.Module) -> dict[str, Coverage]:
+    """Which relative positions of the present grid a model was trained on, per block.
+
+    An entry counts as trained if the grid before the last change of size could reach it; a call of ``model.train()``
+    counts all of them.
+
+    Returns:
+        Block name to ``Coverage``; blocks without a position term are left out.
+    """
+    result = {}
+    for name, attn in model.named_modules():
+        if isinstance(attn, RelativeAttention2d) and attn.rel_pos.terms:
+            h, w = attn.grid_size
+            dy, dx = torch.arange(-(h - 1), h)[:, None], torch.arange(-(w - 1), w)[None]
+            inside = attn.position_terms.covers(-dy, -dx)
+            pairs = ((h - dy.abs()) * (w - dx.abs())).double()
+            share = float((pairs * inside).sum() / pairs.sum())
+            result[name.removesuffix(".attn")] = Coverage(attn.grid_size, inside, share)
+    return result
+
+
 def _input_free_map(attn: RelativeAttention2d, terms: list[str]) -> Tensor:
-    position, (h, w) = attn.position(), attn.grid_size
+    position, (h, w) = attn.position_terms(attn.grid_size), attn.grid_size
     device = attn.qkv.weight.device
     dy = torch.arange(-(h - 1), h, device=device)[:, None].expand(-1, 2 * w - 1)
     dx = torch.arange(-(w - 1), w, device=device)[None].expand(2 * h - 1, -1)
     nothing = torch.empty(0, device=device)
     summands = []
     for term in terms:
-        tables = position.reads(term)
-        assert tables is not None
-        read = lookup(tables, -dy, -dx)
+        read = lookup(position.tables[TERMS[term].reads], position.axes, -dy[None], -dx[None])
         vector = position.vectors.get(term, nothing)
-        summands.append(position.scales[term] * TERMS[term].score(nothing, nothing, vector, read)[0])
+        summands.append(position.scales[term] * TERMS[term].formula(nothing, nothing, vector, read)[0])
     return torch.stack(summands).sum(0).float().cpu()

@@ -1,12 +1,15 @@
-"""Which relative position a model has: ``RelPos`` (plain data), the presets, the terms, and their parameters.
+"""Which relative position a model has: ``RelPos`` (plain data), its terms, and the presets.
 
-With s = 1/sqrt(d), offset Δ = query minus key and R(Δ) read from a table, the score of query i and key j is
+With s = 1/sqrt(d), offset Δ = query minus key, and R, P, V read from tables:
 
-    content  s * q_i.k_j          always there
-    bias     β(Δ)                 scalar table, never scaled (T5, Swin, BEiT)
-    query    s * q_i.R(Δ)         vector table (Transformer-XL's term b, Shaw's keys)
-    u        s * u.k_j            vector per head (Transformer-XL's term c)
-    v        s * v.R(Δ)           vector per head, the table of the query term (Transformer-XL's term d)
+    content  s * q_i.k_j               always there
+    bias     β(Δ)                      scalar table, never scaled
+    query    s * q_i.R(Δ)              vector table (c2p)
+    key      s * k_j.P(Δ)              vector table, the same Δ (p2c)
+    u        s * u.k_j                 vector per head
+    v        s * v.R(Δ)                vector per head, the table of the query term
+    rotary   s * (Tq_i.Tk_j - q_i.k_j) T turns feature pairs by angles of (row, column)
+    value    out_i += Σ_j A_ij V(Δ)    vector table, after the softmax
 
 A scheme of the literature is a set of these terms; a preset is a name for one.
 """
@@ -14,33 +17,36 @@ A scheme of the literature is a set of these terms; a preset is a name for one.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from vitrel.tables import LearnedTable, SinusoidTable, Tables
+from vitrel.grid import BUCKETS, AxisDistance
+from vitrel.tables import RESIZE, Axes
 
 
 @dataclass(frozen=True)
 class Term:
-    """One summand of the score.
+    """One summand of the score, or (``value``) of the output.
 
     Attributes:
-        score: ``(q, k, vector, table) -> summand``, unscaled, broadcastable to (B, H, Lq, Lk). ``q`` is (B, H, Lq, d),
-            ``k`` is (B, H, Lk, d), ``vector`` is (H, d), ``table`` is (H, Lq, Lk[, d]) as read at each pair.
-        table: Kind of table that the term brings, if any.
+        formula: ``(q, k, vector, table) -> summand``, unscaled, broadcastable to (B, H, Lq, Lk), with ``q``
+            (B, H, Lq, d), ``k`` (B, H, Lk, d), ``vector`` (H, d), and ``table`` (B, H, Lq, Lk[, d]) as read at each
+            pair. A rotary term gets q and k turned; ``value`` gets the weights (B, H, Lq, Lk) for q, and its summand is
+            one of the output, (B, H, Lq, d).
+        table: What the term brings, if anything, that is looked up by position.
         reads: Name of the term whose table it reads, if it reads one.
         vector: Whether it brings a vector per head, named after the term.
         scaled: Whether 1/sqrt(d) applies.
         everywhere: Whether it acts on prefix tokens too, and not only between patches.
-        needs_input: Whether it depends on q or k.
+        needs_input: Whether it depends on q, k or v.
     """
 
-    score: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-    table: Literal["scalar", "vector"] | None = None
+    formula: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    table: Literal["scalar", "vector", "axial", "mixed"] | None = None
     reads: str | None = None
     vector: bool = False
     scaled: bool = True
@@ -51,40 +57,63 @@ class Term:
 CONTENT = Term(lambda q, k, vector, table: torch.einsum("bhid,bhjd->bhij", q, k), everywhere=True)
 
 TERMS: dict[str, Term] = {
-    "bias": Term(
-        lambda q, k, vector, table: table[None],
-        table="scalar",
-        reads="bias",
-        scaled=False,
-        needs_input=False,
-    ),
+    "bias": Term(lambda q, k, vector, table: table, table="scalar", reads="bias", scaled=False, needs_input=False),
     "query": Term(
-        lambda q, k, vector, table: torch.einsum("bhid,hijd->bhij", q, table),
-        table="vector",
-        reads="query",
+        lambda q, k, vector, table: torch.einsum("bhid,bhijd->bhij", q, table), table="vector", reads="query"
     ),
+    "key": Term(lambda q, k, vector, table: torch.einsum("bhjd,bhijd->bhij", k, table), table="vector", reads="key"),
     "u": Term(
-        lambda q, k, vector, table: torch.einsum("hd,bhjd->bhj", vector, k)[:, :, None],
-        vector=True,
-        everywhere=True,
+        lambda q, k, vector, table: torch.einsum("hd,bhjd->bhj", vector, k)[:, :, None], vector=True, everywhere=True
     ),
     "v": Term(
-        lambda q, k, vector, table: torch.einsum("hd,hijd->hij", vector, table)[None],
+        lambda q, k, vector, table: torch.einsum("hd,bhijd->bhij", vector, table),
         reads="query",
         vector=True,
         needs_input=False,
     ),
+    "rotary": Term(CONTENT.formula, table="axial", everywhere=True),
+    "rotary_mixed": Term(CONTENT.formula, table="mixed", everywhere=True),
+    "value": Term(
+        lambda weights, k, vector, table: torch.einsum("bhij,bhijd->bhid", weights, table),
+        table="vector",
+        reads="value",
+        scaled=False,
+    ),
 }
+
+_PIECEWISE = {"distance": "piecewise", "exact": 1.9, "buckets": 3.8, "max_distance": 15.2}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "none": {"terms": ()},
     "bias": {"terms": ("bias",)},
+    "swin": {"terms": ("bias",), "table": "joint"},
+    "beit": {"terms": ("bias",), "table": "joint", "prefix": "learned"},
+    "levit": {"terms": ("bias",), "table": "joint", "directed": False},
+    "t5": {"terms": ("bias",), "distance": "t5_log"},
     "txl": {"terms": ("query", "u", "v")},
     "txl_learned": {"terms": ("query", "u", "bias")},
+    "shaw": {"terms": ("query", "value")},
+    "deberta": {"terms": ("query", "key"), "scale": "deberta"},
+    "sam": {"terms": ("query",), "scale": "content"},
+    "irpe_k": {"terms": ("query",), "table": "joint", **_PIECEWISE},
+    "irpe_qk": {"terms": ("query", "key"), "table": "joint", **_PIECEWISE},
+    "irpe_qkv": {"terms": ("query", "key", "value"), "table": "joint", **_PIECEWISE},
+    "cpb": {"terms": ("bias",), "table": "joint", "source": "mlp"},
+    "rope": {"terms": ("rotary",)},
+    "rope_mixed": {"terms": ("rotary_mixed",)},
+}
+
+# exact, buckets and max_distance of the originals: T5's 32 buckets to 128, DeBERTa's log buckets on a patch grid, iRPE
+DISTANCES: dict[str, tuple[float, float, float] | None] = {
+    "clamp": None,
+    "t5_log": (8, 15, 128),
+    "deberta_log": (8, 16, 64),
+    "piecewise": (1.9, 3.8, 15.2),
 }
 
 
-def _one_of(field: str, value: object, allowed: list[str]) -> ValueError:
+def _one_of(field: str, value: object, allowed: Iterable[str]) -> ValueError:
+    allowed = list(allowed)
     close = difflib.get_close_matches(str(value), allowed, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return ValueError(f"rel_pos: {field} {value!r} is unknown, expected one of {', '.join(allowed)}{hint}")
@@ -97,13 +126,27 @@ class RelPos:
     Attributes:
         terms: Names of the position terms; the content term is always there.
         table: ``separable`` (one table per axis, summed) or ``joint`` (one over (Δh, Δw)).
-        source: ``learned`` entries, or ``sinusoid`` through a learned projection (separable only).
-        max_distance: Largest distance with an entry of its own, in patches, per axis or as a pair (h, w); None for the
-            grid's own. Larger offsets share the last entry.
-        scale: ``sum`` scales every term but the bias by 1/sqrt(d); ``content`` scales the content alone (SAM, MViTv2).
-        init: How learned tables start: ``zeros``, ``normal`` (truncated, ``init_std``), or None for zeros in scalar
-            tables and normal in vector tables. A sinusoid's projections start normal unless ``init`` is ``zeros``.
+        source: ``learned`` entries, ``sinusoid`` through a learned projection (separable), or ``mlp`` over log-spaced
+            offsets (joint, scalar tables).
+        distance: Distance map: ``clamp``, ``t5_log``, ``deberta_log``, ``piecewise``.
+        max_distance: In patches, one number or a pair (h, w). ``clamp``: the largest distance with an entry of its own,
+            None for the grid's; larger offsets share the last entry. Other maps: where the last bucket is reached.
+        buckets: Largest bucket of the logarithmic maps (iRPE's β); None for the original's.
+        exact: Distances up to it (T5: below it) have buckets of their own (iRPE's α); None for the original's.
+        directed: False to read Δ and -Δ as one (LeViT).
+        share_heads: One table for all heads.
+        share_layers: One set of tables and vectors for all layers of a model.
+        scale: ``sum`` scales every term but the bias by s; ``content`` the content alone (SAM, MViTv2); ``deberta`` all
+            by 1/sqrt(d(1+n)), n the number of query and key terms; ``seed`` content and query alone, not u and v.
+        prefix: ``none``, or ``learned``: a scalar per head for prefix->patch, patch->prefix and prefix->prefix (BEiT).
+        resize: Rule by which tables follow another grid: ``clamp``, ``interpolate``, ``geometric``, ``crop``.
+        init: How learned tables start: ``zeros``, ``normal`` (truncated, ``init_std``), ``scaled`` (normal, 1/sqrt(d)),
+            or None: zeros for scalar tables, normal for vector tables. A sinusoid's projections start normal unless
+            ``zeros``.
         init_std: Standard deviation of ``normal``.
+        theta: Base of the rotary frequencies; None for the originals' 100 (axial) and 10 (mixed).
+        mlp_coords: ``swin`` or ``cr``, see ``MlpTable``.
+        mlp_hidden: Width of the hidden layer of ``mlp``.
 
     Raises:
         ValueError: One line that names the field, for a value that is not one of these.
@@ -112,42 +155,99 @@ class RelPos:
     terms: tuple[str, ...] = ()
     table: str = "separable"
     source: str = "learned"
-    max_distance: int | tuple[int, int] | None = None
+    distance: str = "clamp"
+    max_distance: float | tuple[float, float] | None = None
+    buckets: float | None = None
+    exact: float | None = None
+    directed: bool = True
+    share_heads: bool = False
+    share_layers: bool = False
     scale: str = "sum"
+    prefix: str = "none"
+    resize: str = "clamp"
     init: str | None = None
     init_std: float = 0.02
+    theta: float | None = None
+    mlp_coords: str = "swin"
+    mlp_hidden: int = 512
 
     def __post_init__(self) -> None:
         if isinstance(self.terms, str):
             raise ValueError(f"rel_pos: terms {self.terms!r} is a string, expected a list such as [{self.terms!r}]")
         for term in self.terms:
             if term not in TERMS:
-                raise _one_of("term", term, list(TERMS))
+                raise _one_of("term", term, TERMS)
         # The order of TERMS, so that equal sets compare equal and draw their initial values in the same order.
         object.__setattr__(self, "terms", tuple(t for t in TERMS if t in self.terms))
+        choices: dict[str, Iterable[str]] = {
+            "table": ("separable", "joint"),
+            "source": ("learned", "sinusoid", "mlp"),
+            "distance": BUCKETS,
+            "scale": ("sum", "content", "deberta", "seed"),
+            "prefix": ("none", "learned"),
+            "resize": RESIZE,
+            "mlp_coords": ("swin", "cr"),
+        }
+        if self.init is not None:
+            choices["init"] = ("zeros", "normal", "scaled")
+        for field, allowed in choices.items():
+            if getattr(self, field) not in list(allowed):
+                raise _one_of(field, getattr(self, field), allowed)
+        for field in ("directed", "share_heads", "share_layers"):
+            if not isinstance(getattr(self, field), bool):
+                raise ValueError(f"rel_pos: {field} must be true or false, got {getattr(self, field)!r}")
+        self._check_numbers()
+        self._check_combinations()
+
+    def _check_numbers(self) -> None:
+        for field in ("init_std", "theta", "buckets", "exact", "mlp_hidden"):
+            value = getattr(self, field)
+            if value is not None and (not isinstance(value, (int, float)) or not value >= 0):
+                raise ValueError(f"rel_pos: {field} must be a number of at least 0, got {value!r}")
+        if self.max_distance is None:
+            return
+        pair = self.max_distance if isinstance(self.max_distance, (tuple, list)) else (self.max_distance,) * 2
+        number = int if self.distance == "clamp" else (int, float)
+        if len(pair) != 2 or not all(isinstance(k, number) and k >= 0 for k in pair):
+            raise ValueError(
+                f"rel_pos: max_distance must be a number of patches or a pair (h, w), got {self.max_distance!r}"
+            )
+        object.__setattr__(self, "max_distance", tuple(pair))
+
+    def _check_combinations(self) -> None:
         for term in self.terms:
             reads = TERMS[term].reads
             if reads and reads not in self.terms:
                 raise ValueError(f"rel_pos: term {term!r} reads the table of {reads!r}; add {reads!r} to the terms")
-        if self.table not in ("separable", "joint"):
-            raise _one_of("table", self.table, ["separable", "joint"])
-        if self.source not in ("learned", "sinusoid"):
-            raise _one_of("source", self.source, ["learned", "sinusoid"])
+        if {"rotary", "rotary_mixed"} <= set(self.terms):
+            raise ValueError("rel_pos: 'rotary' and 'rotary_mixed' turn the same features; take one of them")
         if self.source == "sinusoid" and self.table == "joint":
             raise ValueError("rel_pos: a sinusoid table is separable by construction; use table='separable'")
-        if self.scale not in ("sum", "content"):
-            raise _one_of("scale", self.scale, ["sum", "content"])
-        if self.init not in (None, "zeros", "normal"):
-            raise _one_of("init", self.init, ["zeros", "normal"])
-        if not isinstance(self.init_std, (int, float)) or not self.init_std >= 0:
-            raise ValueError(f"rel_pos: init_std must be at least 0, got {self.init_std!r}")
-        if self.max_distance is not None:
-            pair = self.max_distance if isinstance(self.max_distance, (tuple, list)) else (self.max_distance,) * 2
-            if len(pair) != 2 or not all(isinstance(k, int) and k >= 0 for k in pair):
+        if self.source == "mlp" and (self.table != "joint" or any(TERMS[t].table == "vector" for t in self.terms)):
+            raise ValueError(
+                "rel_pos: source='mlp' makes joint scalar tables; use table='joint' and the bias term alone"
+            )
+        if self.source != "learned" and (self.distance != "clamp" or not self.directed):
+            raise ValueError(f"rel_pos: source={self.source!r} needs distance='clamp' and directed=True")
+        if self.distance != "clamp":
+            exact, buckets, largest = self._log_numbers()
+            if not 0 < exact <= buckets or not all(exact < m for m in largest):
                 raise ValueError(
-                    f"rel_pos: max_distance must be a number of patches or a pair (h, w), got {self.max_distance!r}"
+                    f"rel_pos: {self.distance} needs 0 < exact <= buckets and exact < max_distance, "
+                    f"got exact={exact}, buckets={buckets}, max_distance={largest}"
                 )
-            object.__setattr__(self, "max_distance", tuple(pair))
+
+    def _log_numbers(self) -> tuple[float, float, tuple[float, float]]:
+        defaults = DISTANCES[self.distance]
+        assert defaults is not None
+        buckets = defaults[1] if self.buckets is None else self.buckets
+        ratio = (buckets + 1) / (defaults[1] + 1) if self.distance == "t5_log" else buckets / defaults[1]
+        exact = defaults[0] * ratio if self.exact is None else self.exact
+        if self.distance != "piecewise":
+            exact = int(exact)
+        if isinstance(self.max_distance, tuple):
+            return exact, buckets, self.max_distance
+        return exact, buckets, (defaults[2] * ratio,) * 2
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> RelPos:
@@ -170,7 +270,7 @@ class RelPos:
             for field, value in preset.items():
                 if field == "terms":
                     merged["terms"] += tuple(value)
-                elif merged.setdefault(field, value) != value:
+                elif merged.setdefault(field, value) != value and field not in changes:
                     raise ValueError(f"rel_pos: the parts of {name!r} disagree on {field}; give {field} explicitly")
         return cls.of({**merged, **changes})
 
@@ -204,109 +304,24 @@ class RelPos:
         """Plain data (for JSON and YAML) that ``RelPos.of`` reads back to an equal RelPos."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
-    def distances(self, grid_size: tuple[int, int]) -> tuple[int, int]:
-        """(Kh, Kw), the largest distances with an entry of their own, for a grid of (h, w) patches."""
-        if isinstance(self.max_distance, tuple):
-            return self.max_distance
-        return grid_size[0] - 1, grid_size[1] - 1
+    def axes(self, grid_size: tuple[int, int]) -> Axes:
+        """The distance maps of rows and columns for a grid of (h, w) patches."""
+        if self.distance == "clamp":
+            given = self.max_distance if isinstance(self.max_distance, tuple) else None
+            rows, cols = given or (grid_size[0] - 1, grid_size[1] - 1)
+            return tuple(AxisDistance("clamp", int(k), directed=self.directed) for k in (rows, cols))  # type: ignore
+        exact, buckets, largest = self._log_numbers()
+        return tuple(  # type: ignore[return-value]
+            AxisDistance(self.distance, int(buckets), exact, buckets, largest_of_axis, self.directed)
+            for largest_of_axis in largest
+        )
 
     def scales(self, head_dim: int) -> dict[str, float]:
         """Factor of the content and of each position term, for heads of width ``head_dim``."""
         s = head_dim**-0.5
-        by_term = {t: s if TERMS[t].scaled and self.scale == "sum" else 1.0 for t in self.terms}
+        if self.scale == "deberta":
+            s = (head_dim * (1 + len({"query", "key"} & set(self.terms)))) ** -0.5
+        unscaled = {"content": set(TERMS), "seed": {"u", "v"}}.get(self.scale, set())
+        always = {"rotary", "rotary_mixed"}  # they are content, turned
+        by_term = {t: s if t in always or (TERMS[t].scaled and t not in unscaled) else 1.0 for t in self.terms}
         return {"content": s, **by_term}
-
-
-@dataclass(frozen=True)
-class Position:
-    """The position parameters of one attention layer, ready to use.
-
-    Attributes:
-        scales: Factor of ``content`` and of each term; its keys are the terms that are on.
-        tables: Per term that brings a table, what its table module returned.
-        vectors: Per term that brings a vector, that vector, (H, d).
-    """
-
-    scales: dict[str, float]
-    tables: dict[str, Tables]
-    vectors: dict[str, Tensor]
-
-    @property
-    def terms(self) -> tuple[str, ...]:
-        return tuple(t for t in self.scales if t != "content")
-
-    def reads(self, term: str) -> Tables | None:
-        """The tables that a term reads, if any."""
-        name = TERMS[term].reads
-        return self.tables[name] if name else None
-
-
-class PositionTerms(nn.Module):
-    """The parameters of a ``RelPos`` for one attention layer; ``forward()`` gives the ``Position``.
-
-    Args:
-        rel_pos: The scheme.
-        dim: D, the model's width, which is that of the sinusoids.
-        num_heads: H.
-        head_dim: d.
-        grid_size: (h, w) in patches; gives the tables their size where ``rel_pos.max_distance`` is None.
-    """
-
-    def __init__(
-        self,
-        rel_pos: RelPos,
-        dim: int,
-        num_heads: int,
-        head_dim: int,
-        grid_size: tuple[int, int],
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.rel_pos = rel_pos
-        self.scales = rel_pos.scales(head_dim)
-        max_distance = rel_pos.distances(grid_size)
-        for name in rel_pos.terms:
-            term = TERMS[name]
-            if term.table:
-                width = head_dim if term.table == "vector" else None
-                std = rel_pos.init_std if self._starts_normal(term) else 0.0
-                self.add_module(name, self._table(num_heads, max_distance, width, std, dim, device, dtype))
-            if term.vector:
-                vector = torch.zeros(num_heads, head_dim, device=device, dtype=dtype)
-                self.register_parameter(name, nn.Parameter(vector))
-
-    def _table(
-        self,
-        num_heads: int,
-        max_distance: tuple[int, int],
-        width: int | None,
-        init_std: float,
-        dim: int,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> nn.Module:
-        args: dict[str, Any] = {"init_std": init_std, "device": device, "dtype": dtype}
-        if self.rel_pos.source == "sinusoid":
-            return SinusoidTable(num_heads, max_distance, width, sinusoid_width=dim, **args)
-        return LearnedTable(num_heads, max_distance, width, joint=self.rel_pos.table == "joint", **args)
-
-    def _starts_normal(self, term: Term) -> bool:
-        if self.rel_pos.init is not None:
-            return self.rel_pos.init == "normal"
-        return term.table == "vector" or self.rel_pos.source == "sinusoid"
-
-    def reset_parameters(self) -> None:
-        for _, vector in self.named_parameters(recurse=False):
-            nn.init.zeros_(vector)
-
-    def forward(self) -> Position:
-        return Position(
-            scales=self.scales,
-            tables={name: table() for name, table in self.named_children()},
-            vectors=dict(self.named_parameters(recurse=False)),
-        )
-
-    def extra_repr(self) -> str:
-        return f"{'+'.join(self.rel_pos.terms) or 'none'}, table={self.rel_pos.table}, source={self.rel_pos.source}"

@@ -1,66 +1,135 @@
-"""What fills a relative position table: learned entries, or sinusoids through a learned projection.
+"""What fills a relative position table: learned entries, sinusoids through a projection, or an MLP over coordinates.
 
 Every table is a module whose ``forward()`` returns the tensors to look up:
 
-* separable: ``(rows, columns)`` of shapes (H, 2Kh+1[, d]) and (H, 2Kw+1[, d]), **summed** after the look-up;
-* joint: ``(table,)`` of shape (H, 2Kh+1, 2Kw+1[, d]).
+* separable: ``(rows, columns)``, (H, entries of Δh[, d]) and (H, entries of Δw[, d]), **summed** after the look-up;
+* joint: ``(table,)``, (H, entries of Δh, entries of Δw[, d]).
 
-The centre entry of an axis is offset zero. ``d`` is absent for scalar tables.
+``d`` is absent for scalar tables. With ``heads=1`` one table serves all heads.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
-from timm.layers import trunc_normal_
+from timm.layers import Mlp, trunc_normal_
 from torch import Tensor, nn
 
-from vitrel.grid import Grid, clamp_index, offsets
+from vitrel.grid import AxisDistance, Grid, offsets
 
 Tables = tuple[Tensor, ...]
+Axes = tuple[AxisDistance, AxisDistance]
+
+
+def _fill(parameter: Tensor, std: float) -> None:
+    if std:
+        trunc_normal_(parameter, std=std)
+    else:
+        nn.init.zeros_(parameter)
 
 
 class LearnedTable(nn.Module):
     """A table whose entries are parameters: ``table_h`` and ``table_w``, or ``table``.
 
     Args:
-        num_heads: H.
-        max_distance: (Kh, Kw), the largest distance per axis with an entry of its own, in patches.
+        heads: H, or 1 for one table shared by all heads.
+        axes: Distance maps of rows and columns; they give the number of entries.
         width: d for a vector table, None for a scalar one.
         joint: One table over (Δh, Δw) instead of one per axis.
+        resize: Rule by which a table of another size is loaded, a key of ``RESIZE``.
         init_std: Standard deviation of the truncated normal that fills it; 0 fills it with zeros.
     """
 
     def __init__(
         self,
-        num_heads: int,
-        max_distance: tuple[int, int],
+        heads: int,
+        axes: Axes,
         width: int | None = None,
         *,
         joint: bool = False,
+        resize: str = "clamp",
         init_std: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.init_std = init_std
-        rows, cols = (2 * k + 1 for k in max_distance)
+        self.axes, self.resize, self.init_std = axes, resize, init_std
+        self.trained = (axes[0].size, axes[1].size)  # buckets that training can have reached
         tail = () if width is None else (width,)
+        rows, cols = (axis.entries for axis in axes)
         shapes = {"table": (rows, cols)} if joint else {"table_h": (rows,), "table_w": (cols,)}
         for name, shape in shapes.items():
-            self.register_parameter(
-                name, nn.Parameter(torch.empty(num_heads, *shape, *tail, device=device, dtype=dtype))
-            )
+            self.register_parameter(name, nn.Parameter(torch.empty(heads, *shape, *tail, device=device, dtype=dtype)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         for table in self.parameters():
-            if self.init_std:
-                trunc_normal_(table, std=self.init_std)
-            else:
-                nn.init.zeros_(table)
+            _fill(table, self.init_std)
 
-    def forward(self) -> Tables:
-        return tuple(self.parameters())
+    def forward(self, axes: Axes | None = None) -> Tables:
+        """The entries, or what they become for other distance maps (differentiable)."""
+        if axes is None or axes == self.axes:
+            return tuple(self.parameters())
+        return tuple(
+            resize_table(table, self._table_axes(name, self.axes), self._table_axes(name, axes), self.resize)
+            for name, table in self.named_parameters()
+        )
+
+    def set_axes(self, axes: Axes) -> None:
+        """Resize the entries to other distance maps by the rule ``resize``; the same sizes change nothing."""
+        for name, table in list(self.named_parameters()):
+            new = resize_table(
+                table.detach(), self._table_axes(name, self.axes), self._table_axes(name, axes), self.resize
+            )
+            if new is not table:
+                setattr(self, name, nn.Parameter(new, requires_grad=table.requires_grad))
+        self._note_trained(self.trained, axes)
+        self.axes = axes
+
+    def _note_trained(self, known: tuple[int, int], axes: Axes) -> None:
+        stretched = self.resize in ("interpolate", "geometric")
+        sizes = (axes[0].size, axes[1].size)
+        self.trained = sizes if stretched else (min(known[0], sizes[0]), min(known[1], sizes[1]))
+
+    def train(self, mode: bool = True) -> LearnedTable:
+        """As ``nn.Module.train``; from a call with ``mode=True`` on, every entry counts as trained."""
+        if mode:
+            self.trained = (self.axes[0].size, self.axes[1].size)
+        return super().train(mode)
+
+    @staticmethod
+    def _table_axes(name: str, axes: Axes) -> tuple[AxisDistance, ...]:
+        return {"table_h": axes[:1], "table_w": axes[1:], "table": axes}[name]
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):  # type: ignore[no-untyped-def]
+        for name, parameter in self.named_parameters():
+            stored = state_dict.get(prefix + name)
+            if stored is None or stored.shape == parameter.shape:
+                continue
+            axes = self._table_axes(name, self.axes)
+            n = len(axes)
+            sizes = stored.shape[1 : 1 + n]
+            fits = (
+                stored.ndim == parameter.ndim
+                and stored.shape[:1] + stored.shape[1 + n :] == parameter.shape[:1] + parameter.shape[1 + n :]
+                and all(
+                    axis.kind == "clamp" and (not axis.directed or size % 2)
+                    for axis, size in zip(axes, sizes, strict=True)
+                )
+            )
+            if fits:
+                old = tuple(axis.with_entries(size) for axis, size in zip(axes, sizes, strict=True))
+                state_dict[prefix + name] = resize_table(stored, old, axes, self.resize)
+                known = {"table_h": (old[0].size, self.trained[1]), "table_w": (self.trained[0], old[0].size)}
+                self._note_trained(known.get(name, (old[0].size, old[-1].size)), self.axes)
+            else:
+                state_dict[prefix + name] = parameter.detach()
+                errors.append(
+                    f"{prefix + name}: the stored table has shape {tuple(stored.shape)}, expected "
+                    f"{tuple(parameter.shape)} or one of another grid (odd sizes, the same heads and width)"
+                )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
 
 
 class SinusoidTable(nn.Module):
@@ -70,10 +139,11 @@ class SinusoidTable(nn.Module):
     arXiv 1901.02860, eq. 5). A joint table of two such halves is the same sum, so there is only this separable one.
 
     Args:
-        num_heads: H.
-        max_distance: (Kh, Kw), in patches.
+        heads: H, or 1 for one table shared by all heads.
+        axes: Distance maps of rows and columns (``clamp``, directed).
         width: d for a vector table, None for a scalar one.
         sinusoid_width: D, even; the model's width in the original.
+        init_std: Standard deviation of the projections; 0 fills them with zeros.
 
     Raises:
         ValueError: If ``sinusoid_width`` is odd.
@@ -81,8 +151,8 @@ class SinusoidTable(nn.Module):
 
     def __init__(
         self,
-        num_heads: int,
-        max_distance: tuple[int, int],
+        heads: int,
+        axes: Axes,
         width: int | None = None,
         *,
         sinusoid_width: int,
@@ -93,28 +163,32 @@ class SinusoidTable(nn.Module):
         super().__init__()
         if sinusoid_width % 2:
             raise ValueError(f"sinusoid_width: expected an even number, got {sinusoid_width}")
-        self.num_heads, self.width, self.max_distance = num_heads, width, max_distance
+        self.heads, self.width, self.axes = heads, width, axes
         self.sinusoid_width, self.init_std = sinusoid_width, init_std
-        out = num_heads * (1 if width is None else width)
+        out = heads * (1 if width is None else width)
         self.proj_h = nn.Parameter(torch.empty(out, sinusoid_width, device=device, dtype=dtype))
         self.proj_w = nn.Parameter(torch.empty(out, sinusoid_width, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for proj in (self.proj_h, self.proj_w):
-            if self.init_std:
-                trunc_normal_(proj, std=self.init_std)
-            else:
-                nn.init.zeros_(proj)
+        _fill(self.proj_h, self.init_std)
+        _fill(self.proj_w, self.init_std)
 
-    def forward(self) -> Tables:
-        return tuple(self._fill(proj, k) for proj, k in zip((self.proj_h, self.proj_w), self.max_distance, strict=True))
+    def forward(self, axes: Axes | None = None) -> Tables:
+        return tuple(
+            self._entries(proj, axis.size)
+            for proj, axis in zip((self.proj_h, self.proj_w), axes or self.axes, strict=True)
+        )
 
-    def _fill(self, proj: Tensor, max_distance: int) -> Tensor:
-        distance = torch.arange(-max_distance, max_distance + 1, device=proj.device)
+    def set_axes(self, axes: Axes) -> None:
+        """Take other distances; nothing is resized, since the entries follow from the projections."""
+        self.axes = axes
+
+    def _entries(self, proj: Tensor, size: int) -> Tensor:
+        distance = torch.arange(-size, size + 1, device=proj.device)
         dtype = torch.promote_types(proj.dtype, torch.float32)
         table = sinusoid(distance, self.sinusoid_width, dtype).to(proj.dtype) @ proj.T
-        shape = (len(distance), self.num_heads) if self.width is None else (len(distance), self.num_heads, self.width)
+        shape = (len(distance), self.heads) if self.width is None else (len(distance), self.heads, self.width)
         return table.reshape(shape).transpose(0, 1)
 
 
@@ -125,37 +199,145 @@ def sinusoid(distance: Tensor, width: int, dtype: torch.dtype = torch.float32) -
     return torch.cat([angle.sin(), angle.cos()], dim=-1)
 
 
-def table_distance(tables: Tables) -> tuple[int, int]:
-    """(Kh, Kw), read off the shapes of the tables."""
-    rows, cols = (tables[0].shape[1], tables[-1].shape[1 if len(tables) == 2 else 2])
-    return rows // 2, cols // 2
+class MlpTable(nn.Module):
+    """A joint scalar table made by a small MLP from log-spaced offsets (Swin V2, arXiv 2111.09883, section 3.3).
+
+    Coordinates per axis, with g = K + 1 the side of the grid:
+
+    * ``swin``: ``sign(Δ) log2(1 + 8 |Δ| / (g - 1)) / 3``, output ``16 sigmoid(MLP)``, second layer without bias;
+    * ``cr``: ``sign(Δ) ln(1 + |Δ|)``, output ``MLP`` (timm's RelPosMlp in mode ``cr``).
+
+    Args:
+        heads: H, or 1 for one table shared by all heads.
+        axes: Distance maps of rows and columns (``clamp``, directed).
+        coords: ``swin`` or ``cr``.
+        hidden: Width of the hidden layer.
+        norm_size: Sides (h, w) that ``swin`` divides by, those of the pretrained window; None for the grid's own.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        axes: Axes,
+        *,
+        coords: str = "swin",
+        hidden: int = 512,
+        norm_size: tuple[int, int] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.axes, self.coords, self.norm_size = axes, coords, norm_size
+        bias = (True, coords == "cr")
+        self.mlp = Mlp(2, hidden, heads, act_layer=nn.ReLU, bias=bias, drop=0.0, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.mlp.fc1.reset_parameters()
+        self.mlp.fc2.reset_parameters()
+
+    def forward(self, axes: Axes | None = None) -> Tables:
+        axes, weight = axes or self.axes, self.mlp.fc1.weight
+        norm = self.norm_size or tuple(axis.size + 1 for axis in axes)
+        rows, cols = (
+            self._log_coords(torch.arange(-axis.size, axis.size + 1, device=weight.device), side)
+            for axis, side in zip(axes, norm, strict=True)
+        )
+        coords = torch.stack(torch.meshgrid(rows, cols, indexing="ij"), -1).to(weight.dtype)
+        table = self.mlp(coords).movedim(-1, 0)
+        return (16 * table.sigmoid() if self.coords == "swin" else table,)
+
+    def set_axes(self, axes: Axes) -> None:
+        """Take other distances; the MLP gives their entries."""
+        self.axes = axes
+
+    def _log_coords(self, delta: Tensor, side: int) -> Tensor:
+        delta = delta.double()
+        if self.coords == "swin":
+            return delta.sign() * torch.log2(1 + 8 * delta.abs() / max(side - 1, 1)) / math.log2(8)
+        return delta.sign() * torch.log(1 + delta.abs())
 
 
-def lookup(tables: Tables, dh: Tensor, dw: Tensor) -> Tensor:
-    """Read a table at offsets, those beyond its distance clamped.
+class AxialFrequencies(nn.Module):
+    """RoPE-Axial: the first half of the feature pairs turns with the column, the second with the row; no parameters.
+
+    Heo et al., arXiv 2403.13298: pair m turns by ``x θ^(-4m/d)``, pair d/4 + m by ``y θ^(-4m/d)``, m < d/4.
+    ``forward()`` returns (row frequencies, column frequencies), each (1, d/2), radians per patch.
+
+    Raises:
+        ValueError: If d is not a multiple of 4.
+    """
+
+    def __init__(self, width: int, theta: float = 100.0, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        if width % 4:
+            raise ValueError(f"rotary: the width of a head must be a multiple of 4, got {width}")
+        self.width, self.theta = width, theta
+        self.anchor: Tensor
+        # Frequencies are made anew in float64 at each use; this empty buffer only follows the model's device.
+        self.register_buffer("anchor", torch.empty(0, device=device), persistent=False)
+
+    def forward(self, axes: Axes | None = None) -> Tables:
+        quarter = torch.arange(0, self.width, 4, device=self.anchor.device, dtype=torch.float64)
+        frequency = self.theta ** (-quarter / self.width)
+        zeros = torch.zeros_like(frequency)
+        return torch.cat([zeros, frequency])[None], torch.cat([frequency, zeros])[None]
+
+
+class MixedFrequencies(nn.Module):
+    """RoPE-Mixed: each feature pair of each head turns along a learned direction (Heo et al., arXiv 2403.13298).
+
+    Parameters ``freqs_h`` and ``freqs_w``, each (H, d/2), radians per patch; they start as two sets of axial
+    frequencies of base ``theta``, at right angles to each other, under a random rotation per head.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        width: int,
+        theta: float = 10.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if width % 4:
+            raise ValueError(f"rotary: the width of a head must be a multiple of 4, got {width}")
+        self.theta = theta
+        self.freqs_h = nn.Parameter(torch.empty(heads, width // 2, device=device, dtype=dtype))
+        self.freqs_w = nn.Parameter(torch.empty(heads, width // 2, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        heads, pairs = self.freqs_h.shape
+        device = self.freqs_h.device
+        magnitude = self.theta ** (-torch.arange(0, 2 * pairs, 4, device=device) / (2 * pairs))
+        angle = torch.rand(heads, 1, device=device) * 2 * math.pi
+        for parameter, turn in ((self.freqs_w, torch.cos), (self.freqs_h, torch.sin)):
+            parameter.copy_(torch.cat([magnitude * turn(angle), magnitude * turn(angle + math.pi / 2)], -1))
+
+    def forward(self, axes: Axes | None = None) -> Tables:
+        return self.freqs_h, self.freqs_w
+
+
+def lookup(tables: Tables, axes: Axes, dh: Tensor, dw: Tensor) -> Tensor:
+    """Read a table at offsets (query minus key).
 
     Args:
         tables: What a table module returns.
-        dh: Row offsets, int64, any shape S.
-        dw: Column offsets, shape S.
+        axes: Its distance maps.
+        dh: Row offsets, int64, shape (B, ...).
+        dw: Column offsets, the same shape.
 
     Returns:
-        (H, *S) for a scalar table, (H, *S, d) for a vector one.
+        (B, H, ...) for a scalar table, (B, H, ..., d) for a vector one.
     """
-    kh, kw = table_distance(tables)
-    ih, iw = clamp_index(dh, kh), clamp_index(dw, kw)
-    if len(tables) == 2:
-        return tables[0][:, ih] + tables[1][:, iw]
-    return tables[0][:, ih, iw]
+    ih, iw = axes[0].index(dh), axes[1].index(dw)
+    read = tables[0][:, ih] + tables[1][:, iw] if len(tables) == 2 else tables[0][:, ih, iw]
+    return read.transpose(0, 1)
 
 
-def flat_index(table: Tensor, dh: Tensor, dw: Tensor) -> Tensor:
-    """Entry of each offset in a joint table (H, 2Kh+1, 2Kw+1, d) flattened over its two axes, the shape of ``dh``."""
-    rows, cols = table.shape[1:3]
-    return clamp_index(dh, rows // 2) * cols + clamp_index(dw, cols // 2)
-
-
-def axis_lookup(tables: Tables, q_grid: Grid, k_grid: Grid) -> Tables:
+def axis_lookup(tables: Tables, axes: Axes, q_grid: Grid, k_grid: Grid) -> Tables:
     """Read separable tables once per pair of query row and key row, and of query column and key column.
 
     Returns:
@@ -164,5 +346,64 @@ def axis_lookup(tables: Tables, q_grid: Grid, k_grid: Grid) -> Tables:
     device = tables[0].device
     dh = offsets(q_grid.row_coords(device), k_grid.row_coords(device))
     dw = offsets(q_grid.col_coords(device), k_grid.col_coords(device))
-    kh, kw = table_distance(tables)
-    return tables[0][:, clamp_index(dh, kh)], tables[1][:, clamp_index(dw, kw)]
+    return tables[0][:, axes[0].index(dh)], tables[1][:, axes[1].index(dw)]
+
+
+def _edge(new: Tensor, old: int, size: int) -> Tensor:
+    """Keep every entry at its offset; beyond the old distance, the last entry."""
+    return new.clamp(-old, old)
+
+
+def _interpolate(new: Tensor, old: int, size: int) -> Tensor:
+    """Stretch the whole axis: the largest offset keeps the last entry."""
+    return new * (old / max(size, 1))
+
+
+def _geometric(new: Tensor, old: int, size: int) -> Tensor:
+    """BEiT's: entries near the centre keep their offsets, those further out lie in geometric progression.
+
+    Its ratio is 1.01 at least, so that a smaller grid gets nearly the centre of the table, and not all of it squeezed.
+    """
+    if old == 0 or size == 0 or old == size:
+        return _interpolate(new, old, size)
+    low, high = 1.01, 10.0
+    for _ in range(100):  # q with 1 + q + ... + q^(old-1) = size
+        ratio = (low + high) / 2
+        low, high = (ratio, high) if sum(ratio**n for n in range(old)) < size else (low, ratio)
+    places = torch.cumsum(torch.tensor([0.0] + [ratio**n for n in range(old)], dtype=torch.float64), 0)
+    places[-1] = max(float(places[-1]), size)
+    distance = new.abs()
+    right = torch.searchsorted(places, distance.contiguous()).clamp(1, old)
+    left = right - 1
+    return new.sign() * (left + (distance - places[left]) / (places[right] - places[left]))
+
+
+RESIZE = {"clamp": _edge, "crop": _edge, "interpolate": _interpolate, "geometric": _geometric}
+
+
+def resize_table(table: Tensor, old: tuple[AxisDistance, ...], new: tuple[AxisDistance, ...], rule: str) -> Tensor:
+    """Fit a table to other distances, axis by axis and linearly in between; zero offset keeps its entry exactly.
+
+    Args:
+        table: (H, entries[, entries][, d]).
+        old: Distance map of each axis of the table.
+        new: Distance maps to fit.
+        rule: ``clamp`` and ``crop`` keep entries at their offsets (further ones repeat the last), ``interpolate``
+            stretches, ``geometric`` stretches the far end more (BEiT). Computed in float32 at least.
+
+    Returns:
+        The same tensor if no axis changes.
+    """
+    wide = table
+    for dim, (a, b) in enumerate(zip(old, new, strict=True), start=1):
+        if a.size == b.size or a.kind != "clamp":
+            continue
+        offset = torch.arange(-b.size if b.directed else 0, b.size + 1, dtype=torch.float64)
+        place = RESIZE[rule](offset, a.size, b.size) + (a.size if a.directed else 0)
+        left = place.floor().long().clamp(0, a.entries - 1)
+        right = (left + 1).clamp(max=a.entries - 1)
+        wide = wide.to(torch.promote_types(table.dtype, torch.float32))
+        weight = (place - left).reshape([-1] + [1] * (table.ndim - dim - 1)).to(wide)
+        lower, upper = (wide.index_select(dim, i.to(table.device)) for i in (left, right))
+        wide = torch.where(weight == 0, lower, lower + weight * (upper - lower))
+    return wide.to(table.dtype)

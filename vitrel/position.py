@@ -1,0 +1,162 @@
+"""The parameters of a ``RelPos`` for one attention layer, as a module and as ready-to-use tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from vitrel.relpos import TERMS, RelPos, Term
+from vitrel.tables import Axes, AxialFrequencies, LearnedTable, MixedFrequencies, MlpTable, SinusoidTable, Tables
+
+
+@dataclass(frozen=True)
+class Position:
+    """The position parameters of one attention layer, ready to use.
+
+    Attributes:
+        scales: Factor of ``content`` and of each term; its keys are the terms that are on.
+        axes: Distance maps of rows and columns.
+        tables: Per term that brings a table, what its table module returned, for all H heads.
+        vectors: Per term that brings a vector, that vector, (H, d).
+        prefix: Scalars (H, 3) for prefix->patch, patch->prefix and prefix->prefix, or None.
+    """
+
+    scales: dict[str, float]
+    axes: Axes
+    tables: dict[str, Tables]
+    vectors: dict[str, Tensor]
+    prefix: Tensor | None = None
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        return tuple(t for t in self.scales if t != "content")
+
+    @property
+    def frequencies(self) -> Tables | None:
+        """Rotary frequencies (rows, columns), each (H or 1, d/2), if a rotary term is on."""
+        return self.tables.get("rotary") or self.tables.get("rotary_mixed")
+
+    def without(self, terms: Iterable[str]) -> Position:
+        """The same position with some terms switched off."""
+        off = set(terms)
+        return replace(self, scales={t: s for t, s in self.scales.items() if t not in off})
+
+
+class PositionTerms(nn.Module):
+    """The parameters of a ``RelPos`` for one attention layer; ``forward()`` gives the ``Position``.
+
+    Args:
+        rel_pos: The scheme.
+        dim: D, the model's width, which is that of the sinusoids.
+        num_heads: H.
+        head_dim: d.
+        grid_size: (h, w) in patches; gives the tables their size where ``rel_pos.max_distance`` is None.
+    """
+
+    def __init__(
+        self,
+        rel_pos: RelPos,
+        dim: int,
+        num_heads: int,
+        head_dim: int,
+        grid_size: tuple[int, int],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.rel_pos, self.num_heads, self.head_dim = rel_pos, num_heads, head_dim
+        self.scales, self.axes = rel_pos.scales(head_dim), rel_pos.axes(grid_size)
+        dd: dict[str, Any] = {"device": device, "dtype": dtype}
+        for name in rel_pos.terms:
+            term = TERMS[name]
+            if term.table:
+                self.add_module(name, self._table(term, dim, dd))
+            if term.vector:
+                self.register_parameter(name, nn.Parameter(torch.zeros(num_heads, head_dim, **dd)))
+        if rel_pos.prefix == "learned":
+            self.register_parameter("prefix", nn.Parameter(torch.zeros(num_heads, 3, **dd)))
+
+    def _table(self, term: Term, dim: int, dd: dict[str, Any]) -> nn.Module:
+        spec, heads = self.rel_pos, 1 if self.rel_pos.share_heads else self.num_heads
+        if term.table == "axial":
+            return AxialFrequencies(self.head_dim, spec.theta or 100.0, device=dd["device"])
+        if term.table == "mixed":
+            return MixedFrequencies(heads, self.head_dim, spec.theta or 10.0, **dd)
+        width = self.head_dim if term.table == "vector" else None
+        if spec.source == "mlp":
+            return MlpTable(heads, self.axes, coords=spec.mlp_coords, hidden=spec.mlp_hidden, **dd)
+        std = self._init_std(term)
+        if spec.source == "sinusoid":
+            return SinusoidTable(heads, self.axes, width, sinusoid_width=dim, init_std=std, **dd)
+        joint = spec.table == "joint"
+        return LearnedTable(heads, self.axes, width, joint=joint, resize=spec.resize, init_std=std, **dd)
+
+    def _init_std(self, term: Term) -> float:
+        normal = term.table == "vector" or self.rel_pos.source == "sinusoid"
+        init = self.rel_pos.init or ("normal" if normal else "zeros")
+        return {"zeros": 0.0, "normal": self.rel_pos.init_std, "scaled": self.head_dim**-0.5}[init]
+
+    def reset_parameters(self) -> None:
+        for _, vector in self.named_parameters(recurse=False):
+            nn.init.zeros_(vector)
+
+    def set_grid_size(self, grid_size: tuple[int, int]) -> None:
+        """Give the tables the size of another grid (h, w), by the rule ``rel_pos.resize``."""
+        self.axes = self.rel_pos.axes(grid_size)
+        for table in self.children():
+            if isinstance(table, (LearnedTable, SinusoidTable, MlpTable)):
+                table.set_axes(self.axes)
+
+    def covers(self, dh: Tensor, dw: Tensor) -> Tensor:
+        """Whether the entries that offsets (dh, dw) read can have been trained, boolean, their common shape.
+
+        An entry is not covered where a table was made larger than the grid it was trained on (``clamp``, ``crop``), or
+        where a larger grid reads past its end without a ``max_distance`` that was chosen for it.
+        """
+        covered = torch.ones(torch.broadcast_shapes(dh.shape, dw.shape), dtype=torch.bool)
+        for table in self.children():
+            if isinstance(table, LearnedTable):
+                for offset, axis, known in zip((dh, dw), self.axes, table.trained, strict=True):
+                    beyond = offset.abs() if self._follows_grid else axis.bucket(offset)
+                    covered = covered & (beyond <= known)
+        return covered
+
+    @property
+    def _follows_grid(self) -> bool:
+        return (
+            self.rel_pos.distance == "clamp"
+            and self.rel_pos.max_distance is None
+            and self.rel_pos.resize
+            in (
+                "clamp",
+                "crop",
+            )
+        )
+
+    def forward(self, grid_size: tuple[int, int] | None = None) -> Position:
+        """The position of the tables' own grid, or of another one (h, w) at run time.
+
+        For another grid the tables are resized on the fly by ``rel_pos.resize``; ``clamp`` reads them as they are.
+        """
+        axes = self.axes
+        if grid_size is not None and (self.rel_pos.resize != "clamp" or self.rel_pos.source != "learned"):
+            axes = self.rel_pos.axes(grid_size)
+        vectors: dict[str, Tensor] = dict(self.named_parameters(recurse=False))
+        return Position(
+            scales=self.scales,
+            axes=axes,
+            tables={
+                name: tuple(t.expand(self.num_heads, *t.shape[1:]) for t in cast(Tables, table(axes)))
+                for name, table in self.named_children()
+            },
+            prefix=vectors.pop("prefix", None),
+            vectors=vectors,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{'+'.join(self.rel_pos.terms) or 'none'}, table={self.rel_pos.table}, source={self.rel_pos.source}"
