@@ -262,3 +262,46 @@ def test_bfloat16_stays_near_float32(rel_pos, autocast):
     assert torch.nn.functional.cosine_similarity(got.float().flatten(), expected.flatten(), dim=0) > 0.999
     got.float().square().sum().backward()
     assert all(p.grad.isfinite().all() and p.grad.any() for p in low.parameters())
+
+
+@pytest.mark.parametrize("rel_pos", ["bias", "txl", "irpe_qkv"])
+def test_tables_alone_may_be_trained(rel_pos):
+    """With everything else frozen the gradient is the same on the fused and the written-out path."""
+    grads = []
+    for fused in (True, False):
+        model = fill(micro(rel_pos)).train()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in model.position_parameters())
+        for attn in model.relative_attentions():
+            attn.fused_attn = fused
+        torch.manual_seed(1)
+        torch.nn.functional.cross_entropy(model(torch.randn(4, 3, 32, 32)), torch.arange(4)).backward()
+        grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == model.position_parameters()
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grad, grads[1][name], rtol=0, atol=1e-4)
+        assert grad.any()
+
+
+@pytest.mark.parametrize("rel_pos", [*PRESETS, "txl+value"])
+def test_no_graph_break(rel_pos):
+    torch.compiler.reset()
+    report = torch._dynamo.explain(micro(rel_pos, class_token=True))(torch.randn(2, 3, 32, 32))
+    assert report.graph_break_count == 0
+
+
+@pytest.mark.parametrize("rel_pos", ["bias", "txl", "rope"])
+def test_compiling_for_many_sizes_stays_bounded(rel_pos):
+    torch.compiler.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    model = fill(micro(rel_pos, dynamic_img_size=True)) if rel_pos != "rope" else micro(rel_pos, dynamic_img_size=True)
+    compiled = torch.compile(model, backend=counter)
+    for size in ((32, 32), (40, 32), (32, 48), (48, 48), (56, 40), (64, 64)):
+        x = torch.randn(2, 3, *size)
+        got = compiled(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            torch.testing.assert_close(got, model(x), rtol=0, atol=1e-5)
+    for batch in (1, 3, 5):
+        compiled(torch.randn(batch, 3, 64, 64))
+    assert counter.frame_count <= 5
