@@ -6,7 +6,20 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "vitrel"
-ORDER = ["grid", "tables", "relpos", "attend", "attention", "vit", "zoo", "maps", "plots"]
+ORDER = [
+    "grid",
+    "tables",
+    "relpos",
+    "position",
+    "attend",
+    "attention",
+    "vit",
+    "zoo",
+    "maps",
+    "plots",
+    "originals",
+    "convert",
+]
 HEAVY = ["pytorch_lightning", "albumentations", "wandb", "matplotlib", "sklearn", "jsonargparse", "torchmetrics"]
 
 

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from vitrel import zoo as _zoo  # noqa: F401  registers the models with timm
 from vitrel.attention import RelativeAttention2d, explain
+from vitrel.convert import from_timm
 from vitrel.maps import bias_maps, coverage
 from vitrel.relpos import RelPos
 
 if TYPE_CHECKING:
     from vitrel.plots import plot_bias_maps
 
-__all__ = ["RelPos", "RelativeAttention2d", "bias_maps", "coverage", "explain", "plot_bias_maps"]
+__all__ = ["RelPos", "RelativeAttention2d", "bias_maps", "coverage", "explain", "from_timm", "plot_bias_maps"]
 __version__ = "0.1.0"
 
 
