@@ -311,8 +311,8 @@ def test_query_grid_other_than_key_grid(q_rows, q_cols, k_rows, k_cols, top, lef
     position = make((4, 4), SCHEMES[scheme]).position_terms()
     q_grid, k_grid = Grid(q_rows, q_cols), Grid(k_rows, k_cols, top, left)
     generator = torch.Generator().manual_seed(6)
-    q = qkv(generator, 2, prefixes[0] + len(q_grid))[0]
-    _, k, v = qkv(generator, 2, prefixes[1] + len(k_grid))
+    q = qkv(generator, 2, prefixes[0] + q_grid.patches)[0]
+    _, k, v = qkv(generator, 2, prefixes[1] + k_grid.patches)
     expected = reference(q, k, v, position, q_grid, k_grid)
     q_points, k_points = (Points(g.coords().expand(2, -1, -1)) for g in (q_grid, k_grid))
     for got in (
@@ -328,16 +328,16 @@ def test_query_grid_other_than_key_grid(q_rows, q_cols, k_rows, k_cols, top, lef
 def test_a_padded_batch_of_mixed_grids_equals_each_picture_alone(scheme):
     grids = [Grid(3, 4), Grid(2, 5), Grid(4, 1)]
     position = make((4, 5), SCHEMES[scheme], 1).position_terms()
-    length = max(len(g) for g in grids)
+    length = max(g.patches for g in grids)
     q, k, v = qkv(torch.Generator().manual_seed(7), 3, 1 + length)
     coords = torch.full((3, length, 2), 99)
     seen = torch.zeros(3, 1, 1, 1 + length, dtype=torch.bool)
     for sample, grid in enumerate(grids):
-        coords[sample, : len(grid)] = grid.coords()
-        seen[sample, ..., : 1 + len(grid)] = True
+        coords[sample, : grid.patches] = grid.coords()
+        seen[sample, ..., : 1 + grid.patches] = True
     out = dense(q, k, v, position, Points(coords), Points(coords), seen)
     for sample, grid in enumerate(grids):
-        n = 1 + len(grid)
+        n = 1 + grid.patches
         alone = [x[sample : sample + 1, :, :n] for x in (q, k, v)]
         expected = reference(*alone, position, grid, grid)
         torch.testing.assert_close(out[sample : sample + 1, :, :n], expected, rtol=0, atol=1e-11)

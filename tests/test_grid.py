@@ -24,7 +24,7 @@ def test_offset_is_query_minus_key():
 
 
 def test_points_need_a_pair_per_patch_and_sample():
-    assert len(Points(torch.zeros(2, 5, 2))) == 5
+    assert Points(torch.zeros(2, 5, 2)).patches == 5
     with pytest.raises(ValueError, match=r"coords: expected shape \(B, N, 2\), got \(5, 2\)"):
         Points(torch.zeros(5, 2))
 

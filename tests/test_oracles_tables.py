@@ -19,14 +19,14 @@ def test_flat_table(name):
     grid = Grid(*meta["grid"])
     scheme, state = flat_state(data["table"], meta["grid"])
     position = place(scheme, meta["H"], 4, meta["grid"], state)
-    assert torch.equal(bias_of(position, meta["prefix"] + len(grid), meta["H"], 4, grid), data["bias"])
+    assert torch.equal(bias_of(position, meta["prefix"] + grid.patches, meta["H"], 4, grid), data["bias"])
 
 
 def test_tf_table():
     meta, data = oracle("scalar__timm_relposbias_tf")
     grid = Grid(*meta["grid"])
     position = place("swin", meta["H"], 4, meta["grid"], {"bias.table": tf_table(data["table"])})
-    assert torch.equal(bias_of(position, len(grid), meta["H"], 4, grid), data["bias"])
+    assert torch.equal(bias_of(position, grid.patches, meta["H"], 4, grid), data["bias"])
 
 
 def test_levit():
@@ -34,7 +34,7 @@ def test_levit():
     grid = Grid(*meta["grid"])
     state = {"bias.table": levit_table(data["table"], meta["grid"])}
     position = place("levit", meta["H"], 4, meta["grid"], state)
-    assert torch.equal(bias_of(position, len(grid), meta["H"], 4, grid), data["bias"])
+    assert torch.equal(bias_of(position, grid.patches, meta["H"], 4, grid), data["bias"])
 
 
 @pytest.mark.parametrize("name", ["scalar__beit_attention", "scalar__swin_attention"])
@@ -64,7 +64,7 @@ def test_swin_v2(name):
     q = F.normalize(q, dim=-1) * data["logit_scale"].clamp(max=np.log(100)).exp() * width**0.5
     with torch.no_grad():
         position = terms()
-        close(bias_of(position, len(grid), heads, width, grid), data["bias"], atol=5e-6)
+        close(bias_of(position, grid.patches, heads, width, grid), data["bias"], atol=5e-6)
         assert_attention(q, F.normalize(k, dim=-1), v, position, grid, grid, data, atol=5e-6)
 
 
@@ -76,7 +76,7 @@ def test_mlp_table(name):
     state = {f"bias.mlp.{n.removeprefix('mlp_').replace('_', '.')}": t for n, t in data.items() if n.startswith("mlp_")}
     rel_pos = {"preset": "cpb", "mlp_coords": meta["mode"], "mlp_hidden": meta["hidden"]}
     position = place(rel_pos, meta["H"], 4, tuple(meta["grid"]), state)
-    close(bias_of(position, meta["prefix"] + len(grid), meta["H"], 4, grid), data["bias"], atol=5e-6)
+    close(bias_of(position, meta["prefix"] + grid.patches, meta["H"], 4, grid), data["bias"], atol=5e-6)
 
 
 def clamp_axes(h, w):

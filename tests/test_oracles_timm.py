@@ -31,7 +31,7 @@ def test_live_rel_pos_bias(grid_size, prefix):
     theirs = drawn(timm.layers.RelPosBias(grid_size, num_heads=3, prefix_tokens=prefix))
     scheme, state = flat_state(theirs.relative_position_bias_table.detach(), grid_size)
     grid = Grid(*grid_size)
-    ours = bias_of(place(scheme, 3, 4, grid_size, state), prefix + len(grid), 3, 4, grid)
+    ours = bias_of(place(scheme, 3, 4, grid_size, state), prefix + grid.patches, 3, 4, grid)
     assert torch.equal(ours, theirs.get_bias()[0])
 
 
@@ -40,7 +40,7 @@ def test_live_rel_pos_bias_tf(grid_size):
     theirs = drawn(timm.layers.RelPosBiasTf(grid_size, num_heads=3))
     state = {"bias.table": tf_table(theirs.relative_position_bias_table.detach())}
     grid = Grid(*grid_size)
-    ours = bias_of(place("swin", 3, 4, grid_size, state), len(grid), 3, 4, grid)
+    ours = bias_of(place("swin", 3, 4, grid_size, state), grid.patches, 3, 4, grid)
     close(ours, theirs.get_bias().reshape(ours.shape), atol=1e-12)
 
 
@@ -55,7 +55,7 @@ def test_live_rel_pos_mlp(mode, grid_size, prefix):
     state = {f"bias.{k}": t for k, t in theirs.state_dict().items()}
     rel_pos = {"preset": "cpb", "mlp_coords": mode, "mlp_hidden": 16}
     grid = Grid(*grid_size)
-    ours = bias_of(place(rel_pos, 3, 4, grid_size, state), prefix + len(grid), 3, 4, grid)
+    ours = bias_of(place(rel_pos, 3, 4, grid_size, state), prefix + grid.patches, 3, 4, grid)
     close(ours, theirs.get_bias()[0], atol=5e-6)
 
 
@@ -90,7 +90,7 @@ def test_live_swin_v2_bias(grid_size):
     names = {"0.weight": "fc1.weight", "0.bias": "fc1.bias", "2.weight": "fc2.weight"}
     state = {f"bias.mlp.{names[k]}": t for k, t in theirs.cpb_mlp.state_dict().items()}
     grid = Grid(*grid_size)
-    ours = bias_of(place("cpb", 3, 4, grid_size, state), len(grid), 3, 4, grid)
+    ours = bias_of(place("cpb", 3, 4, grid_size, state), grid.patches, 3, 4, grid)
     with torch.no_grad():
         table = theirs.cpb_mlp(theirs.relative_coords_table).reshape(-1, 3)
         expected = 16 * table[theirs.relative_position_index.reshape(-1)].T.reshape(ours.shape).sigmoid()
@@ -112,7 +112,7 @@ def test_live_levit(grid_size):
     theirs = drawn(LevitAttention(12, 4, num_heads=3, resolution=grid_size))
     state = {"bias.table": levit_table(theirs.attention_biases.detach(), grid_size)}
     grid = Grid(*grid_size)
-    ours = bias_of(place("levit", 3, 4, grid_size, state), len(grid), 3, 4, grid)
+    ours = bias_of(place("levit", 3, 4, grid_size, state), grid.patches, 3, 4, grid)
     assert torch.equal(ours, theirs.get_attention_biases(torch.device("cpu")))
 
 

@@ -1,8 +1,8 @@
 """Attention with relative position: the readable reference, the dense form, and the choice between them.
 
 All take ``q`` (B, H, Lq, d), ``k`` and ``v`` (B, H, Lk, d), a ``Position``, and where queries and keys lie: a ``Grid``,
-or ``Points`` per sample. Tokens before the patches are prefix tokens: Lq - len(q_grid) among the queries,
-Lk - len(k_grid) among the keys. A mask is boolean (True = attend) or additive, broadcastable to (B, H, Lq, Lk), and
+or ``Points`` per sample. Tokens before the patches are prefix tokens: Lq - q_grid.patches among the queries,
+Lk - k_grid.patches among the keys. A mask is boolean (True = attend) or additive, broadcastable to (B, H, Lq, Lk), and
 comes after the sum of all terms; a hidden key has weight exactly 0, and a row without a visible key gives 0.
 """
 
@@ -37,7 +37,7 @@ def rotate(x: Tensor, frequencies: Tables, grid: Where) -> Tensor:
         x: Queries or keys, (B, H, L, d); tokens before the patches stay as they are.
         frequencies: Radians per row and per column, each (H, d/2).
     """
-    prefix = x.shape[2] - len(grid)
+    prefix = x.shape[2] - grid.patches
     dtype = torch.promote_types(x.dtype, torch.float32)
     rows, cols = (f.to(torch.promote_types(f.dtype, torch.float32))[:, None] for f in frequencies)
     coords = grid.coords(x.device)[:, None].to(rows.dtype)  # (B or 1, 1, L, 2)
@@ -57,7 +57,7 @@ def reference_terms(q: Tensor, k: Tensor, position: Position, q_grid: Where, k_g
         Term name (``content`` first, ``prefix`` last) to (B, H, Lq, Lk); 0 where a term does not reach prefix tokens.
         ``value`` acts on the output and is left out.
     """
-    q_prefix, k_prefix = q.shape[2] - len(q_grid), k.shape[2] - len(k_grid)
+    q_prefix, k_prefix = q.shape[2] - q_grid.patches, k.shape[2] - k_grid.patches
     dh, dw = patch_offsets(q_grid, k_grid, q.device)
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     nothing = q.new_empty(0)
@@ -112,7 +112,7 @@ def reference(
     weights = F.dropout(weights, dropout_p)
     out = weights @ v
     if "value" in position.terms:
-        q_prefix, k_prefix = q.shape[2] - len(q_grid), k.shape[2] - len(k_grid)
+        q_prefix, k_prefix = q.shape[2] - q_grid.patches, k.shape[2] - k_grid.patches
         table = lookup(position.tables["value"], position.axes, *patch_offsets(q_grid, k_grid, q.device))
         between = weights[:, :, q_prefix:, k_prefix:]
         out = out + F.pad(TERMS["value"].formula(between, k, v, table), (0, 0, q_prefix, 0))
@@ -166,7 +166,7 @@ def content_inputs(q: Tensor, k: Tensor, position: Position, q_grid: Where, k_gr
 
 def dense_bias(q: Tensor, k: Tensor, position: Position, q_grid: Where, k_grid: Where) -> Tensor | None:
     """Sum of all terms that are not in ``content_inputs``, (B or 1, H, Lq, Lk) in q's type; None if there are none."""
-    q_prefix, k_prefix = q.shape[2] - len(q_grid), k.shape[2] - len(k_grid)
+    q_prefix, k_prefix = q.shape[2] - q_grid.patches, k.shape[2] - k_grid.patches
     summands = _patch_summands(q[:, :, q_prefix:], k[:, :, k_prefix:], position, q_grid, k_grid)
     summands = [F.pad(s, (k_prefix, 0, q_prefix, 0)) for s in summands] if q_prefix or k_prefix else summands
     if position.prefix is not None:
@@ -208,7 +208,7 @@ def query_profiles(q: Tensor, position: Position, q_grid: Grid, k_grid: Grid) ->
     ``rows[i, row of j] + cols[i, column of j]``.
 
     Args:
-        q: Patch queries, (B, H, len(q_grid), d).
+        q: Patch queries, (B, H, q_grid.patches, d).
 
     Returns:
         (B or 1, H, Lq, key rows) and (B or 1, H, Lq, key columns).
@@ -244,7 +244,7 @@ def weigh(weights: Tensor, v: Tensor, position: Position, q_grid: Where, k_grid:
     out = weights @ v
     if "value" not in position.terms:
         return out
-    q_prefix, k_prefix = weights.shape[2] - len(q_grid), weights.shape[3] - len(k_grid)
+    q_prefix, k_prefix = weights.shape[2] - q_grid.patches, weights.shape[3] - k_grid.patches
     between, tables = weights[:, :, q_prefix:, k_prefix:], position.tables["value"]
     if len(tables) == 2 and isinstance(q_grid, Grid) and isinstance(k_grid, Grid):
         rows, cols = axis_lookup(tables, position.axes, q_grid, k_grid)

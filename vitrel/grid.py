@@ -26,7 +26,9 @@ class Grid:
     top: int = 0
     left: int = 0
 
-    def __len__(self) -> int:
+    @property
+    def patches(self) -> int:
+        """Number of patches."""
         return self.rows * self.cols
 
     def row_coords(self, device: torch.device | None = None) -> Tensor:
@@ -54,7 +56,9 @@ class Points:
             raise ValueError(f"coords: expected shape (B, N, 2), got {tuple(coords.shape)}")
         self._coords = coords
 
-    def __len__(self) -> int:
+    @property
+    def patches(self) -> int:
+        """Number of patches of a sample, N."""
         return self._coords.shape[1]
 
     def coords(self, device: torch.device | None = None) -> Tensor:
