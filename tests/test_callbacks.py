@@ -1,0 +1,138 @@
+"""Callbacks: averaging by hand, maps on disk and in W&B, one line per epoch, seeds per epoch."""
+
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+from PIL import Image
+
+import vitrel
+from vitrel.training import callbacks
+from vitrel.training.callbacks import EpochSeed, WeightEMA, duration, render
+from vitrel.training.config import parse
+from vitrel.training.run import run
+
+
+def test_duration():
+    expected = ["0 s", "59 s", "1 min 01 s", "59 min 59 s", "2 h 07 min"]
+    assert [duration(s) for s in (0.4, 59, 61, 3599, 7620)] == expected
+
+
+def test_a_figure_becomes_eight_bit_rgb():
+    picture = render(vitrel.plot_bias_maps({"blocks.0": torch.eye(3)[None]}))
+    assert picture.dtype == np.uint8
+    assert picture.shape[2] == 3
+    assert len(np.unique(picture.reshape(-1, 3), axis=0)) > 20
+
+
+class Toy(pl.LightningModule):
+    """One weight that grows by 1 each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.seen = []
+
+    def training_step(self, batch, index):
+        self.steps += 1
+        return -self.weight.sum()
+
+    def validation_step(self, batch, index):
+        self.seen.append((float(self.weight.detach()), int(self.steps)))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def toy_trainer(epochs, **settings):
+    return pl.Trainer(
+        accelerator="cpu", max_epochs=epochs, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, num_sanity_val_steps=1, **settings,
+    )  # fmt: skip
+
+
+def test_the_average_follows_from_the_first_step_and_is_what_validation_sees():
+    task, ones = Toy(), torch.utils.data.DataLoader(torch.ones(3))
+    toy_trainer(2, callbacks=[WeightEMA(0.2)]).fit(task, ones, torch.utils.data.DataLoader(torch.ones(1)))
+    averages, average = [], 0.0
+    for n, weight in enumerate([1, 2, 3, 4, 5, 6]):
+        decay = min(0.2, (1 + n) / (10 + n))
+        average = weight if n == 0 else decay * average + (1 - decay) * weight
+        averages.append(average)
+    assert task.seen == [(0.0, 0), (pytest.approx(averages[2]), 3), (pytest.approx(averages[5]), 6)]
+    assert float(task.weight.detach()) == pytest.approx(averages[5])
+
+
+def test_every_epoch_and_rank_has_its_own_seed():
+    def draws(seed, epoch, rank):
+        class Trainer:
+            current_epoch, global_rank = epoch, rank
+
+        EpochSeed(seed).on_train_epoch_start(Trainer, None)
+        return (float(torch.rand(())), float(np.random.rand()), random.random())  # noqa: NPY002
+
+    table = {key: draws(*key) for key in [(0, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 0)]}
+    for column in zip(*table.values(), strict=True):
+        assert len(set(column)) == 4
+    assert draws(0, 1, 0) == table[0, 1, 0]
+
+
+def test_maps_are_drawn_each_k_epochs_and_at_the_end(tiny, capsys, monkeypatch):
+    drawn = []
+    real = callbacks.BiasMaps._draw
+    monkeypatch.setattr(
+        callbacks.BiasMaps, "_draw", lambda self, trainer, *rest: drawn.append(trainer.current_epoch)
+        or real(self, trainer, *rest),
+    )  # fmt: skip
+    config = tiny("--data.name", "fake", "--trainer.max_epochs", "5", "--logger.maps_every", "2")
+    folder = Path(run(config)["folder"])
+    assert drawn == [1, 3, 4]
+    assert sorted(p.name for p in (folder / "bias_maps").iterdir()) == ["blocks.0.png", "blocks.1.png"]
+    assert np.asarray(Image.open(folder / "bias_maps" / "blocks.0.png")).shape[2] == 3
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch ")]
+    assert len(lines) == 5
+    assert re.fullmatch(
+        r"epoch 5/5  train/loss \d\.\d{4}  val/loss \d\.\d{4}  val/acc \d\.\d{4}  \d+ s spent  0 s left", lines[-1]
+    )
+    assert "maps/blocks.0_absmax" in (folder / "metrics.csv").read_text()
+
+
+def test_the_settings_lie_beside_the_results(tiny):
+    config = tiny("--data.name", "fake", "--model.rel_pos.preset", "txl")
+    folder = Path(run(config)["folder"])
+    assert parse(["--config", str(folder / "config.yaml")]) == config
+
+
+def test_an_offline_run_holds_every_figure_and_one_set_of_maps_per_drawn_epoch(tiny, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = tiny("--data.name", "fake", "--trainer.max_epochs", "2", "--logger.maps_every", "1",
+                  "--trainer.log_every_n_steps", "1")  # fmt: skip
+    run(config)
+    printed = re.search(r"wandb sync (\S+)", capsys.readouterr().out)[1]
+    (found,) = (tmp_path / "runs" / "wandb").glob("offline-run-*")
+    assert Path(printed) == found
+    wandb = Path(sys.executable).with_name("wandb")
+    records = subprocess.run(
+        [wandb, "leet", "inspect", "--json", *found.glob("*.wandb")], capture_output=True, text=True, check=True
+    )
+    rows = [json.loads(line) for line in records.stdout.splitlines()]
+    history = [row["history"]["item"] for row in rows if row["type"] == "history"]
+    for name in ("train/loss", "train/acc", "val/loss", "val/acc", "val/acc5"):
+        assert len([1 for item in history if name in item]) == 2, name
+    assert any(name.startswith("lr-AdamW") for item in history for name in item)
+    assert [1 for item in history if "test/acc" in item] == [1]
+    settings = next(row["run"]["config"]["update"] for row in rows if row["type"] == "run" and "config" in row["run"])
+    assert settings["optim"]["position_lr_scale"] == 10
+    pictures = sorted(p.name for p in (found / "files/media/images/maps").iterdir())
+    assert [sum(p.startswith(f"blocks.{b}_") for p in pictures) for b in (0, 1)] == [2, 2]
+    picture = np.asarray(Image.open(found / "files/media/images/maps" / pictures[0]))
+    assert picture.max() == 255  # a float picture would have come out black
+    assert len(np.unique(picture)) > 20

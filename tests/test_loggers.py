@@ -1,0 +1,69 @@
+"""CSV always; W&B online, offline or off, without asking, waiting or failing."""
+
+import pytest
+import wandb
+from pytorch_lightning.loggers import CSVLogger, WandbLogger
+
+from vitrel.training import loggers
+from vitrel.training.loggers import build_loggers, finish_wandb, wandb_mode
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    yield
+    finish_wandb()
+
+
+def test_the_environment_wins_over_the_setting():
+    assert wandb_mode("offline", {}) == "offline"
+    assert wandb_mode("offline", {"WANDB_MODE": "disabled"}) == "off"
+    assert wandb_mode("off", {"WANDB_MODE": "dryrun"}) == "offline"
+    assert wandb_mode("offline", {"WANDB_MODE": "online"}) == "online"
+    assert wandb_mode("offline", {"WANDB_MODE": "nonsense"}) == "offline"
+
+
+def test_off_leaves_the_csv_file(tiny, offline):
+    made = build_loggers(tiny("--logger.mode", "off"))
+    assert [type(x) for x in made] == [CSVLogger]
+    assert made[0].log_dir.endswith("runs/digits/version_0")
+
+
+def test_online_without_a_key_stays_offline_and_says_so(tiny, offline, capsys, monkeypatch):
+    monkeypatch.setattr(wandb, "init", lambda *args, **kwargs: pytest.fail("nothing is started yet"))
+    made = build_loggers(tiny("--logger.mode", "online"))
+    assert made[1]._wandb_init["mode"] == "offline"
+    line = capsys.readouterr().err
+    assert line.startswith("W&B: no API key")
+    assert "'wandb sync'" in line
+    assert line.count("\n") == 1
+
+
+def test_online_without_an_answer_stays_offline_and_says_so(tiny, offline, capsys, monkeypatch):
+    def fail(*args, mode, settings, **kwargs):
+        assert mode == "online"
+        assert settings.init_timeout == loggers.INIT_TIMEOUT <= 15
+        raise wandb.errors.CommError("no\nnetwork")
+
+    monkeypatch.setattr(loggers, "_has_key", lambda: True)
+    monkeypatch.setattr(wandb, "init", fail)
+    made = build_loggers(tiny("--logger.mode", "online"))
+    assert isinstance(made[1], WandbLogger)
+    assert made[1]._wandb_init["mode"] == "offline"
+    assert "the server did not answer (no network), so this run is kept offline" in capsys.readouterr().err
+
+
+def test_a_stored_key_is_found_without_asking(offline, monkeypatch):
+    assert loggers._has_key() is False
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    assert loggers._has_key() is True
+
+
+def test_a_folder_that_cannot_be_written_ends_no_run(tiny, offline, capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    config = tiny("--runs", str(tmp_path / "file"))
+    assert [type(x) for x in build_loggers(config)] == [CSVLogger]
+    assert "W&B: not logged" in capsys.readouterr().err

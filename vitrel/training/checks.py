@@ -1,0 +1,86 @@
+"""Checks of the values of a config: ranges, and the model built without weights. No data are read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from vitrel.training.fileio import ConfigError
+from vitrel.training.model import check_model
+from vitrel.training.settings import TrainConfig
+
+
+def check(config: TrainConfig) -> None:
+    """Refuses values that cannot work, before any work is done.
+
+    Raises:
+        ConfigError: Naming the first setting that is out of range.
+    """
+    for name, good, expected, value in _ranges(config):
+        if not good:
+            raise ConfigError(f"{name}: expected {expected}, got {value}")
+    if (config.data.mean is None) != (config.data.std is None):
+        raise ConfigError("data.mean and data.std go together; give both or neither")
+    if config.data.download and config.data.name not in ("cifar10", "cifar100"):
+        raise ConfigError(f"data.download: only cifar10 and cifar100 can be downloaded, not {config.data.name}")
+    if config.ckpt_path and config.ckpt_path != "last" and not Path(config.ckpt_path).is_file():
+        raise ConfigError(f"ckpt_path: there is no file {config.ckpt_path}; give a .ckpt file or 'last'")
+    check_model(config.model)
+
+
+def _ranges(config: TrainConfig) -> Iterator[tuple[str, bool, str, object]]:
+    data, optim, model, trainer = config.data, config.optim, config.model, config.trainer
+    whole, part = "an integer of at least 1", "a number from 0 to 1"
+    name = config.name or ""
+    yield "name", bool(name.strip(". ")) and not set(name) & set('/\\:*?"<>|\0'), "a plain folder name", repr(name)
+    yield "seed", 0 <= config.seed < 2**32, "an integer from 0 to 4294967295", config.seed
+    sides = model.img_size if isinstance(model.img_size, list) else [model.img_size or 1]
+    yield "model.img_size", len(sides) in (1, 2) and min(sides) >= 1, "a side or [rows, columns]", model.img_size
+    yield "model.patch_size", model.patch_size is None or model.patch_size >= 1, whole, model.patch_size
+    for key in ("drop_path_rate", "drop_rate"):
+        rate = getattr(model, key) or 0.0
+        yield f"model.{key}", 0 <= rate < 1, "a rate from 0 to below 1", rate
+    yield "data.batch_size", data.batch_size >= 1, whole, data.batch_size
+    yield "data.num_workers", data.num_workers is None or data.num_workers >= 0, "0 or more, or null", data.num_workers
+    size = data.val_size
+    whole_size = math.isfinite(size) and float(size).is_integer()
+    yield "data.val_size", 0 < size < 1 or (size >= 1 and whole_size), "a part below 1 or a count of images", size
+    yield "data.split_seed", 0 <= data.split_seed < 2**32, "an integer from 0 to 4294967295", data.split_seed
+    yield "data.crop_padding", data.crop_padding >= 0, "0 or more", data.crop_padding
+    low_high = len(data.scale) == 2 and 0 < data.scale[0] <= data.scale[1] <= 1
+    yield "data.scale", low_high, "[smallest, largest] with 0 < smallest <= largest <= 1", data.scale
+    yield "data.hflip", 0 <= data.hflip <= 1, part, data.hflip
+    yield "data.cutout", 0 <= data.cutout <= 1, part, data.cutout
+    yield "data.color_jitter", 0 <= data.color_jitter <= 1, part, data.color_jitter
+    for key in ("mixup", "cutmix"):
+        alpha = getattr(data, key)
+        yield f"data.{key}", 0 <= alpha < math.inf, "an alpha of 0 or more", alpha
+    for key in ("mean", "std"):
+        values = getattr(data, key)
+        good = values is None or (len(values) == 3 and all(math.isfinite(v) for v in values))
+        if key == "std" and good and values:
+            good = min(values) > 0
+        yield f"data.{key}", good, "three numbers, one per channel", values
+    yield "data.crop_pct", data.crop_pct is None or 0 < data.crop_pct <= 1, "a part above 0, up to 1", data.crop_pct
+    yield "data.fake_images", data.fake_images >= 1, whole, data.fake_images
+    yield "data.fake_classes", data.fake_classes >= 2, "an integer of at least 2", data.fake_classes
+    yield "optim.lr", 0 < optim.lr < math.inf, "a positive number", optim.lr
+    yield "optim.weight_decay", 0 <= optim.weight_decay < math.inf, "0 or more", optim.weight_decay
+    betas = len(optim.betas) == 2 and all(0 <= b < 1 for b in optim.betas)
+    yield "optim.betas", betas, "two numbers from 0 to below 1", optim.betas
+    yield "optim.position_lr_scale", 0 <= optim.position_lr_scale < math.inf, "0 or more", optim.position_lr_scale
+    yield "optim.warmup", 0 <= optim.warmup < 1, "a part of all steps from 0 to below 1", optim.warmup
+    yield "optim.min_lr", 0 <= optim.min_lr <= 1, part, optim.min_lr
+    yield "optim.label_smoothing", 0 <= optim.label_smoothing < 1, "a number from 0 to below 1", optim.label_smoothing
+    decay = optim.ema_decay
+    yield "optim.ema_decay", decay is None or 0 < decay < 1, "a decay between 0 and 1", decay
+    yield "logger.maps_every", config.logger.maps_every >= 0, "0 or more", config.logger.maps_every
+    for key, least in (("max_epochs", 1), ("max_steps", 1), ("num_nodes", 1), ("accumulate_grad_batches", 1)):
+        value = trainer.get(key)
+        unlimited = key in ("max_epochs", "max_steps") and value == -1
+        yield f"trainer.{key}", value is None or unlimited or value >= least, whole, value
+    epochs, steps = trainer.get("max_epochs"), trainer.get("max_steps", -1)
+    yield "trainer.max_epochs", epochs not in (None, -1) or steps > 0, "an end: max_epochs or max_steps", epochs
+    clip = trainer.get("gradient_clip_val")
+    yield "trainer.gradient_clip_val", clip is None or clip >= 0, "0 or more", clip

@@ -1,0 +1,97 @@
+"""Loggers of a run: a CSV file always, Weights & Biases online, offline or off.
+
+W&B never asks, never waits long and never ends a run: online needs a key and a server that answers within
+``INIT_TIMEOUT`` seconds, and falls back to offline with one line that says so.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import wandb
+from pytorch_lightning.loggers import CSVLogger, Logger, WandbLogger
+from pytorch_lightning.utilities import rank_zero_only
+from wandb.errors import Error
+
+from vitrel.training.settings import TrainConfig
+
+INIT_TIMEOUT = 15
+_MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "off": "off",
+          "disabled": "off"}  # fmt: skip
+
+
+def build_loggers(config: TrainConfig) -> list[Logger]:
+    """The CSV logger, which gives the run its folder, and W&B's if it is not off."""
+    csv = CSVLogger(config.runs, name=config.name or config.data.name)
+    _ = csv.version  # settles the folder's number before processes are forked
+    loggers: list[Logger] = [csv]
+    mode = wandb_mode(config.logger.mode)
+    if mode != "off":
+        logger = _wandb_logger(config, mode)
+        if logger is not None:
+            loggers.append(logger)
+    return loggers
+
+
+def wandb_mode(mode: str, environ: Mapping[str, str] = os.environ) -> str:
+    """``online``, ``offline`` or ``off``; ``WANDB_MODE`` in the environment wins over the setting."""
+    return _MODES.get(environ.get("WANDB_MODE", "").lower(), mode)
+
+
+def finish_wandb() -> None:
+    """Closes the W&B run, which writes what is still in memory; nothing if there is none."""
+    if wandb.run is not None:
+        with suppress(Error, OSError):
+            wandb.finish()
+
+
+def _wandb_logger(config: TrainConfig, mode: str) -> WandbLogger | None:
+    later = f"'wandb sync' its folder below {Path(config.runs) / 'wandb'} later"
+    if mode == "online":
+        if not _has_key():
+            _say(f"W&B: no API key ('wandb login' stores one), so this run is kept offline; {later}")
+        else:
+            logger = _logger(config, "online")
+            try:
+                _ = logger.experiment  # connects now, where a failure can still be mended
+                return logger
+            except (Error, OSError) as e:
+                wandb.teardown()  # forgets the attempt, whose settings would otherwise stay
+                reason = " ".join(str(e).split())[:120]
+                _say(f"W&B: the server did not answer ({reason}), so this run is kept offline; {later}")
+    try:
+        Path(config.runs, "wandb").mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        _say(f"W&B: not logged, {config.runs} cannot be written ({e.strerror})")
+        return None
+    return _logger(config, "offline")
+
+
+def _logger(config: TrainConfig, mode: str) -> WandbLogger:
+    logger = WandbLogger(
+        name=config.name,
+        save_dir=config.runs,
+        project=config.logger.project,
+        entity=config.logger.entity,
+        mode=mode,
+        config=config.as_dict(),
+        settings=wandb.Settings(init_timeout=INIT_TIMEOUT, silent=True, console="off", disable_git=True),
+    )
+    logger._wandb_init.pop("anonymous", None)  # Lightning always passes it, and W&B warns that it means nothing
+    return logger
+
+
+def _has_key() -> bool:
+    try:
+        return bool(wandb.login(prompt=False, verify=False))
+    except (Error, OSError, ValueError):
+        return False
+
+
+@rank_zero_only
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)

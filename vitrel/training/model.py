@@ -1,0 +1,153 @@
+"""The timm model of a run: built from its settings, checked before data are read, written as a timm model folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from timm.models import get_model_args, save_for_hf
+from torch import nn
+
+import vitrel
+from vitrel.training.config import suggest
+from vitrel.training.fileio import ConfigError, one_line
+from vitrel.training.settings import ModelConfig
+
+
+def build_model(config: ModelConfig, num_classes: int) -> nn.Module:
+    """The model that ``config`` describes, with a classifier of ``num_classes``.
+
+    Raises:
+        ConfigError: For an unknown name or argument, or an input size that the patches do not tile.
+    """
+    _check_name(config)
+    arguments: dict[str, Any] = {
+        "img_size": tuple(config.img_size) if isinstance(config.img_size, list) else config.img_size,
+        "patch_size": config.patch_size,
+        "drop_path_rate": config.drop_path_rate,
+        "drop_rate": config.drop_rate,
+        "rel_pos": config.rel_pos,
+    }
+    arguments = {k: v for k, v in arguments.items() if v is not None}
+    for name in config.kwargs:
+        if name in arguments or name in ("num_classes", "in_chans", "pretrained"):
+            raise ConfigError(f"model.kwargs.{name}: set by the run or by model.{name}; remove it here")
+    start: dict[str, Any] = {"pretrained": config.pretrained}
+    if config.checkpoint:
+        start = {"pretrained": True, "pretrained_cfg_overlay": _start(_weights(config.checkpoint))}
+    try:
+        model = timm.create_model(config.arch, num_classes=num_classes, **start, **arguments, **config.kwargs)
+    except Exception as e:  # a model may fail in any way on arguments that do not fit it
+        given = {**arguments, **config.kwargs}
+        named = next((f".{k}" for k in given if k in str(e)), "")
+        raise ConfigError(f"model{named}: {config.arch} refuses {given}: {one_line(str(e) or repr(e))}") from e
+    _check_tiling(model, config)
+    return model
+
+
+def check_model(config: ModelConfig) -> None:
+    """Builds the model without memory for its weights, so that a mistake shows before any work.
+
+    Raises:
+        ConfigError: As :func:`build_model`.
+    """
+    _check_name(config)
+    if config.checkpoint:
+        _weights(config.checkpoint)
+    with torch.device("meta"):
+        build_model(ModelConfig(**{**vars(config), "pretrained": False, "checkpoint": None}), num_classes=2)
+
+
+def position_parameters(model: nn.Module) -> set[str]:
+    """Names of the model's position parameters; empty for a model that has none."""
+    names = getattr(model, "position_parameters", None)
+    return set(names()) if callable(names) else set()
+
+
+def save_model_folder(
+    model: nn.Module, folder: Path, label_names: Sequence[str], data_config: Mapping[str, Any]
+) -> None:
+    """Writes ``config.json`` and ``model.safetensors`` so that timm's ``local-dir:`` gives the model back.
+
+    The folder appears complete or not at all.
+
+    Args:
+        model: A timm model.
+        folder: Where to write; an older one is replaced.
+        label_names: Class names in the order of the classifier.
+        data_config: ``mean``, ``std``, ``interpolation``, ``crop_pct`` used in training.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    arguments = dict(get_model_args(model))
+    if "rel_pos" in arguments:
+        arguments["rel_pos"] = vitrel.RelPos.of(arguments["rel_pos"]).as_dict()
+    try:
+        save_for_hf(
+            model,
+            str(beside),
+            model_config={"label_names": list(label_names)},
+            model_args=arguments,
+            safe_serialization=True,
+            data_config=dict(data_config),
+        )
+        beside.chmod(0o755)  # mkdtemp makes folders that only the owner can read
+        if folder.exists():
+            shutil.rmtree(folder)
+        beside.rename(folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _check_name(config: ModelConfig) -> None:
+    if ":" not in config.arch:
+        name = config.arch.split(".", 1)[0]
+        if not timm.is_model(name):
+            close = suggest(name, timm.list_models()) or "; timm.list_models() lists the names"
+            raise ConfigError(f"model.arch: no timm model is called {config.arch!r}{close}")
+        if config.rel_pos is not None and not name.startswith("vitrel_"):
+            ours = ", ".join(timm.list_models("vitrel_*"))
+            raise ConfigError(f"model.rel_pos: {config.arch} has no relative positions; remove it or take {ours}")
+    if config.rel_pos is not None:
+        try:
+            vitrel.RelPos.of(config.rel_pos)
+        except (TypeError, ValueError) as e:
+            raise ConfigError(f"model.{one_line(str(e))}") from None
+
+
+def _check_tiling(model: nn.Module, config: ModelConfig) -> None:
+    patches = getattr(model, "patch_embed", None)
+    size, patch = getattr(patches, "img_size", None), getattr(patches, "patch_size", None)
+    if size is None or patch is None or getattr(patches, "dynamic_img_pad", False):
+        return
+    if any(s <= 0 or p <= 0 or s % p for s, p in zip(size, patch, strict=True)):
+        raise ConfigError(
+            f"model.img_size: {size[0]} x {size[1]} is not a multiple of {config.arch}'s patch of"
+            f" {patch[0]} x {patch[1]} pixels; change model.img_size or model.patch_size"
+        )
+
+
+def _start(weights: Path) -> dict[str, Any]:
+    """What timm should take for the model's own weights; a classifier of another size is left out."""
+    overlay: dict[str, Any] = {"file": str(weights)}
+    beside = weights.parent / "config.json"
+    if beside.is_file():
+        overlay["num_classes"] = json.loads(beside.read_text())["num_classes"]
+    return overlay
+
+
+def _weights(checkpoint: str) -> Path:
+    path = Path(checkpoint)
+    path = path / "model.safetensors" if path.is_dir() else path
+    if not path.is_file() or path.suffix != ".safetensors":
+        raise ConfigError(
+            f"model.checkpoint: {checkpoint} is neither a folder with model.safetensors nor a .safetensors file"
+            " (to resume a run, use --ckpt_path)"
+        )
+    return path
