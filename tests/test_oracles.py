@@ -31,9 +31,10 @@ import torch.nn.functional as F
 from oracles import ORACLES, assert_attention, close, joined, oracle, place, sam_position, split, thirds
 
 from vitrel import RelPos
-from vitrel.attend import BACKENDS, reference_scores, reference_terms, rotate
+from vitrel.attend import BACKENDS, reference_scores, reference_terms
 from vitrel.grid import AxisDistance, Grid, Points
 from vitrel.originals import irpe_table
+from vitrel.rotary import rotate
 
 FAR = 1000  # coordinates that no patch of a small grid has
 

@@ -6,9 +6,7 @@ import torch
 from vitrel.grid import AxisDistance, Grid
 from vitrel.tables import (
     RESIZE,
-    AxialFrequencies,
     LearnedTable,
-    MixedFrequencies,
     MlpTable,
     SinusoidTable,
     axis_lookup,
@@ -87,26 +85,6 @@ def test_mlp_table_on_a_side_of_one_is_finite_and_grows_with_the_grid():
     assert ((table()[0] > 0) & (table()[0] < 16)).all()
     table.set_axes(axes(2, 6))
     assert table()[0].shape == (3, 5, 13)
-
-
-def test_axial_frequencies_turn_columns_first():
-    rows, cols = AxialFrequencies(8, theta=100.0)()
-    torch.testing.assert_close(cols[0], torch.tensor([1.0, 0.1, 0.0, 0.0], dtype=torch.float64))
-    torch.testing.assert_close(rows[0], torch.tensor([0.0, 0.0, 1.0, 0.1], dtype=torch.float64))
-
-
-def test_mixed_frequencies_start_as_two_sets_at_right_angles():
-    rows, cols = MixedFrequencies(3, 8, theta=100.0)()
-    magnitude = (rows.square() + cols.square()).sqrt()
-    torch.testing.assert_close(magnitude, torch.tensor([1.0, 0.1, 1.0, 0.1]).expand(3, -1))
-    inner = rows[:, :2] * rows[:, 2:] + cols[:, :2] * cols[:, 2:]
-    torch.testing.assert_close(inner, torch.zeros(3, 2), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("make", [AxialFrequencies, lambda width: MixedFrequencies(2, width)])
-def test_rotary_needs_pairs_for_both_axes(make):
-    with pytest.raises(ValueError, match="rotary: the width of a head must be a multiple of 4, got 6"):
-        make(6)
 
 
 def test_initial_values():

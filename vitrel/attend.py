@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrel.grid import Grid, Points, offsets
+from vitrel.grid import Grid, Where, offsets
 from vitrel.position import Position
 from vitrel.relpos import CONTENT, TERMS
-from vitrel.tables import Tables, axis_lookup, lookup
+from vitrel.rotary import rotate
+from vitrel.tables import axis_lookup, lookup
 
-Where = Grid | Points
 Backend = Callable[[Tensor, Tensor, Tensor, Position, Where, Where, Tensor | None, float], Tensor]
 
 
@@ -28,24 +28,6 @@ def patch_offsets(q_grid: Where, k_grid: Where, device: torch.device) -> tuple[T
     """Row and column offset of every query patch from every key patch, each (B or 1, Lq, Lk)."""
     q, k = q_grid.coords(device), k_grid.coords(device)
     return offsets(q[..., 0], k[..., 0]), offsets(q[..., 1], k[..., 1])
-
-
-def rotate(x: Tensor, frequencies: Tables, grid: Where) -> Tensor:
-    """Turn adjacent feature pairs of the patches by the angles of their coordinates, in float32 at least.
-
-    Args:
-        x: Queries or keys, (B, H, L, d); tokens before the patches stay as they are.
-        frequencies: Radians per row and per column, each (H, d/2).
-    """
-    prefix = x.shape[2] - grid.patches
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    rows, cols = (f.to(torch.promote_types(f.dtype, torch.float32))[:, None] for f in frequencies)
-    coords = grid.coords(x.device)[:, None].to(rows.dtype)  # (B or 1, 1, L, 2)
-    angle = coords[..., :1] * rows + coords[..., 1:] * cols
-    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-    even, odd = x[:, :, prefix:].to(dtype).unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).to(x.dtype)
-    return torch.cat([x[:, :, :prefix], turned], 2) if prefix else turned
 
 
 def reference_terms(q: Tensor, k: Tensor, position: Position, q_grid: Where, k_grid: Where) -> dict[str, Tensor]:

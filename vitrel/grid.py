@@ -66,6 +66,9 @@ class Points:
         return self._coords.to(device)
 
 
+Where = Grid | Points
+
+
 def offsets(q: Tensor, k: Tensor) -> Tensor:
     """Offset of every query from every key, **query minus key**.
 

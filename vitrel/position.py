@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from vitrel.relpos import TERMS, RelPos, Term
-from vitrel.tables import Axes, AxialFrequencies, LearnedTable, MixedFrequencies, MlpTable, SinusoidTable, Tables
+from vitrel.rotary import AxialFrequencies, MixedFrequencies
+from vitrel.tables import Axes, LearnedTable, MlpTable, SinusoidTable, Tables
 
 
 @dataclass(frozen=True)

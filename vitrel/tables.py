@@ -258,68 +258,6 @@ class MlpTable(nn.Module):
         return delta.sign() * torch.log(1 + delta.abs())
 
 
-class AxialFrequencies(nn.Module):
-    """RoPE-Axial: the first half of the feature pairs turns with the column, the second with the row; no parameters.
-
-    Heo et al., arXiv 2403.13298: pair m turns by ``x θ^(-4m/d)``, pair d/4 + m by ``y θ^(-4m/d)``, m < d/4.
-    ``forward()`` returns (row frequencies, column frequencies), each (1, d/2), radians per patch.
-
-    Raises:
-        ValueError: If d is not a multiple of 4.
-    """
-
-    def __init__(self, width: int, theta: float = 100.0, device: torch.device | str | None = None) -> None:
-        super().__init__()
-        if width % 4:
-            raise ValueError(f"rotary: the width of a head must be a multiple of 4, got {width}")
-        self.width, self.theta = width, theta
-        self.anchor: Tensor
-        # Frequencies are made anew in float64 at each use; this empty buffer only follows the model's device.
-        self.register_buffer("anchor", torch.empty(0, device=device), persistent=False)
-
-    def forward(self, axes: Axes | None = None) -> Tables:
-        quarter = torch.arange(0, self.width, 4, device=self.anchor.device, dtype=torch.float64)
-        frequency = self.theta ** (-quarter / self.width)
-        zeros = torch.zeros_like(frequency)
-        return torch.cat([zeros, frequency])[None], torch.cat([frequency, zeros])[None]
-
-
-class MixedFrequencies(nn.Module):
-    """RoPE-Mixed: each feature pair of each head turns along a learned direction (Heo et al., arXiv 2403.13298).
-
-    Parameters ``freqs_h`` and ``freqs_w``, each (H, d/2), radians per patch; they start as two sets of axial
-    frequencies of base ``theta``, at right angles to each other, under a random rotation per head.
-    """
-
-    def __init__(
-        self,
-        heads: int,
-        width: int,
-        theta: float = 10.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        if width % 4:
-            raise ValueError(f"rotary: the width of a head must be a multiple of 4, got {width}")
-        self.theta = theta
-        self.freqs_h = nn.Parameter(torch.empty(heads, width // 2, device=device, dtype=dtype))
-        self.freqs_w = nn.Parameter(torch.empty(heads, width // 2, device=device, dtype=dtype))
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        heads, pairs = self.freqs_h.shape
-        device = self.freqs_h.device
-        magnitude = self.theta ** (-torch.arange(0, 2 * pairs, 4, device=device) / (2 * pairs))
-        angle = torch.rand(heads, 1, device=device) * 2 * math.pi
-        for parameter, turn in ((self.freqs_w, torch.cos), (self.freqs_h, torch.sin)):
-            parameter.copy_(torch.cat([magnitude * turn(angle), magnitude * turn(angle + math.pi / 2)], -1))
-
-    def forward(self, axes: Axes | None = None) -> Tables:
-        return self.freqs_h, self.freqs_w
-
-
 def lookup(tables: Tables, axes: Axes, dh: Tensor, dw: Tensor) -> Tensor:
     """Read a table at offsets (query minus key).
 
