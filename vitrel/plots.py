@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure, SubFigure
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
 
 from vitrel.maps import bias_maps
@@ -64,6 +65,8 @@ def _draw_block(figure: SubFigure, name: str, maps: Tensor) -> None:
         ax.plot(0, 0, marker="+", color="black", markersize=7, markeredgewidth=1.2)
         ax.set_title(f"head {head}", fontsize=9)
         ax.tick_params(labelsize=7)
+        ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        ax.yaxis.set_major_locator(MaxNLocator(5, integer=True))
         ax.set_xlabel("columns right of the query", fontsize=7)
     axes[0].set_ylabel("rows below the query", fontsize=7)
     figure.suptitle(f"{name}  (+ is the query, axes in patches)", fontsize=10)
