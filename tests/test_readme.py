@@ -26,10 +26,10 @@ def workplace(tmp_path_factory):
         (place / name).symlink_to(REPOSITORY / name)
     generator = np.random.default_rng(0)
     for split in ("train", "test"):
-        for label in ("ant", "bee"):
-            folder = place / "DIR" / split / label
+        for label in range(100):  # as many classes as CIFAR-100 has
+            folder = place / "DIR" / split / f"class{label:02d}"
             folder.mkdir(parents=True)
-            for i in range(12):
+            for i in range(3):
                 Image.fromarray(generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(folder / f"{i}.png")
     return place
 
