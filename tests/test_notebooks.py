@@ -14,6 +14,7 @@ NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 def test_notebook_runs(path, tmp_path, monkeypatch):
     (tmp_path / "configs").symlink_to(path.parents[1] / "configs")
     monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # two threads on a core that is busy elsewhere wait for each other
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
     pictures = [o for c in notebook.cells for o in c.get("outputs", []) if "image/png" in o.get("data", {})]
