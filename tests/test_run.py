@@ -131,6 +131,16 @@ def test_a_trial_of_a_few_batches_writes_nothing(tiny, tmp_path):
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("rel_pos", ["bias", "txl"])
+def test_low_precision_runs_and_moves_the_tables(tiny, precision, rel_pos):
+    results = run(tiny("--trainer.precision", precision, "--model.rel_pos", rel_pos))
+    model = timm.create_model(f"local-dir:{results['folder']}/model", pretrained=True)
+    tables = [model.get_parameter(name) for name in sorted(model.position_parameters())]
+    assert np.isfinite(results["test/loss"])
+    assert all(t.isfinite().all() and t.any() for t in tables)
+
+
 def test_runs_without_validation_or_checkpoints(tiny):
     results = run(tiny("--data.name", "fake", "--trainer.limit_val_batches", "0"))
     assert results["checkpoint"] == "last.ckpt"
