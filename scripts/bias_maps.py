@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import timm
+from safetensors import SafetensorError
 
 import vitrel
 
@@ -42,7 +43,7 @@ def main() -> None:
             path = out / f"{block}.png"
             vitrel.plot_bias_maps(maps, [block]).savefig(path, dpi=120)
             print(path)
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         sys.exit(f"{args.source}: {str(error).splitlines()[0]}")
 
 

@@ -416,3 +416,25 @@ def test_half_precision_is_finite_and_near_float32(preset, backend, autocast, dt
     assert out.isfinite().all()
     assert torch.nn.functional.cosine_similarity(out.float().flatten(), expected.flatten(), dim=0) > 0.999
     assert all(p.grad.isfinite().all() and p.grad.any() for p in attn.position.parameters())
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_mask_and_causality_both_hide(additive):
+    attn, x = make((3, 5), "txl"), tokens((3, 5))
+    seen = torch.rand(15, 15, generator=torch.Generator().manual_seed(3)) < 0.6
+    mask = torch.zeros(15, 15, dtype=torch.float64).masked_fill(~seen, -torch.inf) if additive else seen
+    torch.testing.assert_close(attn(x, attn_mask=mask, is_causal=True), attn(x, attn_mask=seen.tril()))
+
+
+@pytest.mark.parametrize(
+    "mask", [torch.ones(2, 15, dtype=torch.bool), torch.ones(15, 15, dtype=torch.int64)], ids=["B, L", "int"]
+)
+def test_a_mask_that_does_not_fit_is_named(mask):
+    with pytest.raises(ValueError, match=r"attn_mask: expected a boolean or floating point mask that broadcasts to"):
+        make((3, 5), "bias")(tokens((3, 5)), attn_mask=mask)
+
+
+@pytest.mark.parametrize("grid_size", [3, (3,), (0, 3), (2, 2, 2)], ids=str)
+def test_a_wrong_grid_is_named(grid_size):
+    with pytest.raises(ValueError, match=r"grid_size: expected \(h, w\) in patches"):
+        RelativeAttention2d(DIM, HEADS, grid_size=grid_size)

@@ -5,6 +5,7 @@ import wandb
 from pytorch_lightning.loggers import CSVLogger, WandbLogger
 
 from vitrel.training import loggers
+from vitrel.training.fileio import ConfigError
 from vitrel.training.loggers import build_loggers, finish_wandb, wandb_mode
 
 
@@ -23,7 +24,8 @@ def test_the_environment_wins_over_the_setting():
     assert wandb_mode("offline", {"WANDB_MODE": "disabled"}) == "off"
     assert wandb_mode("off", {"WANDB_MODE": "dryrun"}) == "offline"
     assert wandb_mode("offline", {"WANDB_MODE": "online"}) == "online"
-    assert wandb_mode("offline", {"WANDB_MODE": "nonsense"}) == "offline"
+    with pytest.raises(ConfigError, match="WANDB_MODE: 'nonsense' is unknown, expected one of online"):
+        wandb_mode("offline", {"WANDB_MODE": "nonsense"})
 
 
 def test_off_leaves_the_csv_file(tiny, offline):

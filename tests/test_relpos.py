@@ -130,3 +130,23 @@ def test_reset_parameters_sets_vectors_to_zero():
     torch.nn.init.ones_(terms.u)
     terms.reset_parameters()
     assert not terms.u.any()
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"terms": None}, "terms must be a list of names, got None"),
+        ({"preset": "cpb", "mlp_hidden": 2.5}, "mlp_hidden must be a whole number of at least 1, got 2.5"),
+        ({"preset": "bias", "max_distance": True}, "max_distance must be a number of patches or a pair"),
+        ({"preset": "rope", "theta": 0}, "theta must be above 0, got 0"),
+        ({"preset": "bias", "theta": 3}, "theta belongs to a rotary term"),
+        ({"preset": "bias", "buckets": 3}, "buckets and exact belong to a logarithmic distance"),
+        ({"preset": "bias", "init_std": float("inf")}, "init_std must be a number of at least 0, got inf"),
+        ("sam+txl", "the parts of 'sam.txl' disagree on scale"),
+        ("t5+swin", "the parts of 't5.swin' disagree on"),
+        ("levit+txl", "the parts of 'levit.txl' disagree on"),
+    ],
+)
+def test_settings_that_would_do_nothing_or_something_else_are_refused(spec, message):
+    with pytest.raises(ValueError, match=f"^rel_pos: {message}"):
+        RelPos.of(spec)

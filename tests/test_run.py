@@ -14,6 +14,7 @@ import torch
 
 from vitrel.training.callbacks import EpochSeed
 from vitrel.training.data import PictureDataModule
+from vitrel.training.fileio import ConfigError
 from vitrel.training.run import evaluate, main, run
 from vitrel.training.task import ClassificationTask
 from vitrel.training.transforms import InputConfig
@@ -239,3 +240,19 @@ def test_digits_reach_what_the_config_says(tmp_path):
     assert figures[0]["test/acc"] >= 0.97
     assert figures[0]["test/acc"] == figures[1]["test/acc"]
     assert figures[0]["test/loss"] == figures[1]["test/loss"]
+
+
+def test_resuming_another_model_or_a_damaged_checkpoint_is_refused_before_a_folder_is_made(tiny, tmp_path):
+    first = run(tiny())
+    with pytest.raises(ConfigError, match=r"was trained with model.rel_pos None, now it is txl"):
+        run(tiny("--ckpt_path", "last", "--model.rel_pos", "txl"))
+    (tmp_path / "bad.ckpt").write_bytes(b"xx")
+    with pytest.raises(ConfigError, match=r"bad.ckpt: damaged, or no checkpoint of a run"):
+        run(tiny("--ckpt_path", str(tmp_path / "bad.ckpt")))
+    with pytest.raises(ConfigError, match=r"there is no file .*none\.ckpt"):
+        run(tiny("--ckpt_path", str(tmp_path / "none.ckpt")))
+    for path in Path(first["folder"]).glob("checkpoints/best-*.ckpt"):
+        path.write_bytes(b"xx")
+    with pytest.raises(ConfigError, match="damaged, or no checkpoint of a run"):
+        evaluate(first["folder"])
+    assert len(list(Path(first["folder"]).parent.iterdir())) == 1

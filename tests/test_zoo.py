@@ -59,3 +59,24 @@ def test_saved_model_loads_back_exactly(tmp_path, rel_pos):
     assert torch.equal(again(x), model(x))
     assert again.blocks[0].attn.rel_pos == model.blocks[0].attn.rel_pos
     assert vitrel.explain(again) == vitrel.explain(model)
+
+
+def test_a_relpos_object_is_saved_as_plain_data(tmp_path):
+    model = timm.create_model("vitrel_micro_patch4_32", rel_pos=vitrel.RelPos.preset("swin")).eval()
+    timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
+    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    assert again.blocks[0].attn.rel_pos == vitrel.RelPos.preset("swin")
+
+
+@pytest.mark.parametrize("rel_pos", ["rope", "bias"])
+def test_weights_assigned_to_a_model_built_without_memory(rel_pos):
+    model = timm.create_model("vitrel_micro_patch4_32", rel_pos=rel_pos).eval()
+    empty = timm.create_model("vitrel_micro_patch4_32", rel_pos=rel_pos, device="meta").eval()
+    empty.load_state_dict(model.state_dict(), assign=True)
+    x = torch.randn(1, 3, 32, 32)
+    assert torch.equal(empty(x), model(x))
+
+
+def test_another_attention_layer_is_refused():
+    with pytest.raises(ValueError, match="attn_layer: the attention of these models is RelativeAttention2d"):
+        timm.create_model("vitrel_micro_patch4_32", attn_layer="diff")

@@ -47,6 +47,10 @@ class RelativeAttention2d(Attention):
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         spec = RelPos.of(rel_pos)
+        if not isinstance(grid_size, (tuple, list)) or len(grid_size) != 2 or min(grid_size) < 1:
+            raise ValueError(f"grid_size: expected (h, w) in patches, each at least 1, got {grid_size!r}")
+        if num_prefix_tokens < 0:
+            raise ValueError(f"num_prefix_tokens: expected at least 0, got {num_prefix_tokens}")
         self.grid_size = (int(grid_size[0]), int(grid_size[1]))
         self.num_prefix_tokens = num_prefix_tokens
         self.backend, self.backend_reason = attend.choose(backend, spec.terms)
@@ -114,17 +118,22 @@ class RelativeAttention2d(Attention):
         Args:
             x: (B, L, D), L = num_prefix_tokens + h * w.
             attn_mask: Boolean (True = attend) or additive, broadcastable to (B, H, L, L).
-            is_causal: Hide keys behind the query in token order; excludes ``attn_mask``.
+            is_causal: Hide keys behind the query in token order, besides those that ``attn_mask`` hides.
 
         Returns:
             (B, L, D).
 
         Raises:
-            ValueError: If L is not that of the grid.
+            ValueError: If L is not that of the grid, or the mask does not fit.
         """
         q, k, v = self._qkv(x)
+        attn_mask = self._check_mask(attn_mask, x)
         if is_causal:
-            attn_mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+            causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+            if attn_mask is None or attn_mask.dtype == torch.bool:
+                attn_mask = causal if attn_mask is None else attn_mask & causal
+            else:
+                attn_mask = attn_mask.masked_fill(~causal, -torch.inf)
         grid, position = Grid(*self.grid_size), self.position_terms(self.grid_size)
         if self.fused_attn:
             dropout_p = self.attn_drop.p if self.training else 0.0
@@ -137,6 +146,18 @@ class RelativeAttention2d(Attention):
         if self.gate is not None:
             out = out * self.gate(x).sigmoid()
         return self.proj_drop(self.proj(out))
+
+    def _check_mask(self, attn_mask: Tensor | None, x: Tensor) -> Tensor | None:
+        if attn_mask is None:
+            return None
+        full = (x.shape[0], self.num_heads, x.shape[1], x.shape[1])
+        fits = attn_mask.ndim <= 4 and all(m in (1, n) for m, n in zip(attn_mask.shape[::-1], full[::-1], strict=False))
+        if not fits or not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
+            raise ValueError(
+                f"attn_mask: expected a boolean or floating point mask that broadcasts to (B, H, L, L) = {full}, got "
+                f"{attn_mask.dtype} of shape {tuple(attn_mask.shape)}; a key mask (B, L) is mask[:, None, None]"
+            )
+        return attn_mask
 
     def scores(self, x: Tensor) -> Tensor:
         """Scores before mask and softmax by the readable reference, (B, H, L, L)."""
@@ -155,6 +176,8 @@ class RelativeAttention2d(Attention):
 
     def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         h, w = self.grid_size
+        if x.ndim != 3:
+            raise ValueError(f"x: expected shape (B, L, D), got {tuple(x.shape)}")
         if x.shape[1] != self.num_prefix_tokens + h * w:
             raise ValueError(
                 f"x has {x.shape[1]} tokens, expected {self.num_prefix_tokens} prefix tokens and {h}x{w} patches "

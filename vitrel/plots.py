@@ -31,9 +31,10 @@ def plot_bias_maps(
     maps = bias_maps(model) if isinstance(model, nn.Module) else dict(model)
     if not maps:
         raise ValueError(
-            "nothing to draw: no block has a term that is independent of the image; "
-            "rel_pos needs bias or v (presets bias, txl, txl_learned)"
+            "nothing to draw: no block has a term that is independent of the image; rel_pos needs bias or v "
+            "(such as presets bias, swin, beit, t5, cpb, txl)"
         )
+    blocks = [blocks] if isinstance(blocks, str) else blocks
     if unknown := [name for name in blocks or () if name not in maps]:
         raise ValueError(f"no block {unknown[0]!r}, expected one of {', '.join(maps)}")
     names = list(blocks or maps)

@@ -85,7 +85,7 @@ class PositionTerms(nn.Module):
     def _table(self, term: Term, dim: int, dd: dict[str, Any]) -> nn.Module:
         spec, heads = self.rel_pos, 1 if self.rel_pos.share_heads else self.num_heads
         if term.table == "axial":
-            return AxialFrequencies(self.head_dim, spec.theta or 100.0, device=dd["device"])
+            return AxialFrequencies(self.head_dim, spec.theta or 100.0)
         if term.table == "mixed":
             return MixedFrequencies(heads, self.head_dim, spec.theta or 10.0, **dd)
         width = self.head_dim if term.table == "vector" else None

@@ -17,6 +17,7 @@ A scheme of the literature is a set of these terms; a preset is a name for one.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
@@ -112,6 +113,10 @@ DISTANCES: dict[str, tuple[float, float, float] | None] = {
 }
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _one_of(field: str, value: object, allowed: Iterable[str]) -> ValueError:
     allowed = list(allowed)
     close = difflib.get_close_matches(str(value), allowed, n=1)
@@ -172,6 +177,8 @@ class RelPos:
     mlp_hidden: int = 512
 
     def __post_init__(self) -> None:
+        if not isinstance(self.terms, (str, tuple, list)):
+            raise ValueError(f"rel_pos: terms must be a list of names, got {self.terms!r}")
         if isinstance(self.terms, str):
             raise ValueError(f"rel_pos: terms {self.terms!r} is a string, expected a list such as [{self.terms!r}]")
         for term in self.terms:
@@ -202,13 +209,17 @@ class RelPos:
     def _check_numbers(self) -> None:
         for field in ("init_std", "theta", "buckets", "exact", "mlp_hidden"):
             value = getattr(self, field)
-            if value is not None and (not isinstance(value, (int, float)) or not value >= 0):
+            if value is not None and (not _is_number(value) or not 0 <= value < math.inf):
                 raise ValueError(f"rel_pos: {field} must be a number of at least 0, got {value!r}")
+        if not isinstance(self.mlp_hidden, int) or self.mlp_hidden < 1:
+            raise ValueError(f"rel_pos: mlp_hidden must be a whole number of at least 1, got {self.mlp_hidden!r}")
+        if self.theta is not None and not self.theta > 0:
+            raise ValueError(f"rel_pos: theta must be above 0, got {self.theta!r}")
         if self.max_distance is None:
             return
         pair = self.max_distance if isinstance(self.max_distance, (tuple, list)) else (self.max_distance,) * 2
         number = int if self.distance == "clamp" else (int, float)
-        if len(pair) != 2 or not all(isinstance(k, number) and k >= 0 for k in pair):
+        if len(pair) != 2 or not all(_is_number(k) and isinstance(k, number) and k >= 0 for k in pair):
             raise ValueError(
                 f"rel_pos: max_distance must be a number of patches or a pair (h, w), got {self.max_distance!r}"
             )
@@ -229,6 +240,12 @@ class RelPos:
             )
         if self.source != "learned" and (self.distance != "clamp" or not self.directed):
             raise ValueError(f"rel_pos: source={self.source!r} needs distance='clamp' and directed=True")
+        if self.distance == "clamp" and (self.buckets is not None or self.exact is not None):
+            raise ValueError(
+                "rel_pos: buckets and exact belong to a logarithmic distance; set distance, or leave them out"
+            )
+        if self.theta is not None and not {"rotary", "rotary_mixed"} & set(self.terms):
+            raise ValueError("rel_pos: theta belongs to a rotary term; add 'rope' or 'rope_mixed', or leave it out")
         if self.distance != "clamp":
             exact, buckets, largest = self._log_numbers()
             if not 0 < exact <= buckets or not all(exact < m for m in largest):
@@ -267,10 +284,15 @@ class RelPos:
             preset = PRESETS.get(part) or ({"terms": (part,)} if part in TERMS else None)
             if preset is None:
                 raise _one_of("preset", part, [*PRESETS, *(t for t in TERMS if t not in PRESETS)])
-            for field, value in preset.items():
-                if field == "terms":
-                    merged["terms"] += tuple(value)
-                elif merged.setdefault(field, value) != value and field not in changes:
+            merged["terms"] += tuple(preset["terms"])
+            chosen = {k: v for k, v in preset.items() if k != "terms"}
+            if part in PRESETS and any(TERMS[t].reads for t in preset["terms"]):
+                chosen = {
+                    **{k: getattr(cls(), k) for k in ("table", "source", "distance", "directed", "scale")},
+                    **chosen,
+                }
+            for field, value in chosen.items():
+                if merged.setdefault(field, value) != value and field not in changes:
                     raise ValueError(f"rel_pos: the parts of {name!r} disagree on {field}; give {field} explicitly")
         return cls.of({**merged, **changes})
 

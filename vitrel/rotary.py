@@ -21,17 +21,14 @@ class AxialFrequencies(nn.Module):
         ValueError: If d is not a multiple of 4.
     """
 
-    def __init__(self, width: int, theta: float = 100.0, device: torch.device | str | None = None) -> None:
+    def __init__(self, width: int, theta: float = 100.0) -> None:
         super().__init__()
         if width % 4:
             raise ValueError(f"rotary: the width of a head must be a multiple of 4, got {width}")
         self.width, self.theta = width, theta
-        self.anchor: Tensor
-        # Frequencies are made anew in float64 at each use; this empty buffer only follows the model's device.
-        self.register_buffer("anchor", torch.empty(0, device=device), persistent=False)
 
     def forward(self, axes: Axes | None = None) -> Tables:
-        quarter = torch.arange(0, self.width, 4, device=self.anchor.device, dtype=torch.float64)
+        quarter = torch.arange(0, self.width, 4, dtype=torch.float64, device="cpu")
         frequency = self.theta ** (-quarter / self.width)
         zeros = torch.zeros_like(frequency)
         return torch.cat([zeros, frequency])[None], torch.cat([frequency, zeros])[None]
@@ -82,7 +79,7 @@ def rotate(x: Tensor, frequencies: Tables, grid: Where) -> Tensor:
     """
     prefix = x.shape[2] - grid.patches
     dtype = torch.promote_types(x.dtype, torch.float32)
-    rows, cols = (f.to(torch.promote_types(f.dtype, torch.float32))[:, None] for f in frequencies)
+    rows, cols = (f.to(x.device, torch.promote_types(f.dtype, torch.float32))[:, None] for f in frequencies)
     coords = grid.coords(x.device)[:, None].to(rows.dtype)  # (B or 1, 1, L, 2)
     angle = coords[..., :1] * rows + coords[..., 1:] * cols
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)

@@ -32,6 +32,8 @@ class RelativeVisionTransformer(VisionTransformer):
         spec = RelPos.of(rel_pos)
         if kwargs.get("patch_drop_rate"):
             raise ValueError("patch_drop_rate: relative attention needs every patch of the grid; leave it at 0")
+        if kwargs.get("attn_layer"):
+            raise ValueError("attn_layer: the attention of these models is RelativeAttention2d; leave it out")
         defaults = {"global_pool": "avg", "class_token": False, "pos_embed": "none"}
         super().__init__(**{**defaults, **kwargs})
         shared: PositionTerms | None = None
@@ -49,6 +51,15 @@ class RelativeVisionTransformer(VisionTransformer):
         self._seen_grids: set[tuple[int, int]] = set()
         # timm writes these beside saved weights; the resolved scheme must not hang on a default that may change.
         self._model_args = {"rel_pos": spec.as_dict()}
+
+    @property
+    def _model_args(self) -> dict[str, Any]:
+        return self._recorded_args
+
+    @_model_args.setter
+    def _model_args(self, args: dict[str, Any]) -> None:
+        # timm records here what create_model was given, and writes it as JSON beside saved weights
+        self._recorded_args = {k: v.as_dict() if isinstance(v, RelPos) else v for k, v in args.items()}
 
     def position_parameters(self) -> set[str]:
         """Names of the parameters of relative position (tables, u, v): no weight decay, and a faster learning rate."""

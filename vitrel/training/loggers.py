@@ -17,6 +17,7 @@ from pytorch_lightning.loggers import CSVLogger, Logger, WandbLogger
 from pytorch_lightning.utilities import rank_zero_only
 from wandb.errors import Error
 
+from vitrel.training.fileio import ConfigError
 from vitrel.training.settings import TrainConfig
 
 INIT_TIMEOUT = 15
@@ -39,7 +40,10 @@ def build_loggers(config: TrainConfig) -> list[Logger]:
 
 def wandb_mode(mode: str, environ: Mapping[str, str] = os.environ) -> str:
     """``online``, ``offline`` or ``off``; ``WANDB_MODE`` in the environment wins over the setting."""
-    return _MODES.get(environ.get("WANDB_MODE", "").lower(), mode)
+    given = environ.get("WANDB_MODE", "").lower()
+    if given and given not in _MODES:
+        raise ConfigError(f"WANDB_MODE: {given!r} is unknown, expected one of {', '.join(_MODES)}")
+    return _MODES.get(given, mode)
 
 
 def finish_wandb() -> None:

@@ -103,6 +103,7 @@ def evaluate(path: str | Path, **overrides: Any) -> dict[str, float]:
     found = found or [folder / "checkpoints" / "last.ckpt"]
     if not found[-1].is_file():
         raise ConfigError(f"{folder} holds no checkpoint")
+    read_checkpoint(found[-1])
     config = from_dict(read_yaml(folder / "config.yaml"))
     vars(config.data).update(overrides)
     source = find_source(config.data)
@@ -140,6 +141,9 @@ def guarded(work: Any) -> int:
         message = lines[-1] if lines and "Traceback" in str(e) else " ".join(lines)
         print(f"error: {message.removeprefix('vitrel.training.images.DataError: ')}", file=sys.stderr)
         return 2
+    except OSError as e:
+        print(f"error: {e.filename or 'a file'}: {e.strerror or e}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("stopped; --ckpt_path last resumes", file=sys.stderr)
         return 130
@@ -162,13 +166,43 @@ def _trainer(config: TrainConfig) -> pl.Trainer:
 
 
 def _find_checkpoint(config: TrainConfig) -> str | None:
+    if config.ckpt_path is None:
+        return None
     if config.ckpt_path != "last":
+        _check_resumable(Path(config.ckpt_path), config)
         return config.ckpt_path
     folder = Path(config.runs) / (config.name or config.data.name)
     found = sorted(folder.glob("version_*/checkpoints/last.ckpt"), key=lambda p: p.stat().st_mtime)
     if not found:
         raise ConfigError(f"ckpt_path: no last.ckpt below {folder}; give a .ckpt file, or start without --ckpt_path")
+    _check_resumable(found[-1], config)
     return str(found[-1])
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """A checkpoint as plain data and tensors.
+
+    Raises:
+        ConfigError: If it is not there or cannot be read.
+    """
+    try:
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+        return {**stored, "model": stored["hyper_parameters"]["config"]["model"]}
+    except OSError as e:
+        raise ConfigError(f"{path}: {e.strerror or e}; give a .ckpt file of a run") from None
+    except Exception:  # a file that is cut short or of another kind fails in many ways
+        raise ConfigError(f"{path}: damaged, or no checkpoint of a run; take another one of its folder") from None
+
+
+def _check_resumable(path: Path, config: TrainConfig) -> None:
+    """A checkpoint continues the model that it was made with."""
+    then, now = read_checkpoint(path)["model"], vars(config.model)
+    for name in ("arch", "rel_pos", "img_size", "patch_size", "kwargs"):
+        if then.get(name) != now[name]:
+            raise ConfigError(
+                f"ckpt_path: {path} was trained with model.{name} {then.get(name)}, now it is {now[name]}; "
+                "give the same, or start without --ckpt_path"
+            )
 
 
 def _best_checkpoint(trainer: pl.Trainer) -> str | None:
