@@ -23,7 +23,7 @@ SHORT = [
     "--trainer.limit_val_batches",
     "1",
     "--data.val_size",
-    "0.1",
+    "0.34",
 ]
 
 
