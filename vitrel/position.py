@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -40,11 +39,6 @@ class Position:
     def frequencies(self) -> Tables | None:
         """Rotary frequencies (rows, columns), each (H or 1, d/2), if a rotary term is on."""
         return self.tables.get("rotary") or self.tables.get("rotary_mixed")
-
-    def without(self, terms: Iterable[str]) -> Position:
-        """The same position with some terms switched off."""
-        off = set(terms)
-        return replace(self, scales={t: s for t, s in self.scales.items() if t not in off})
 
 
 class PositionTerms(nn.Module):
