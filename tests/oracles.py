@@ -37,7 +37,8 @@ def filled(module, state):
     parameters = dict(module.named_parameters())
     for name, tensor in state.items():
         assert parameters[name].shape == tensor.shape, f"{name}: {tensor.shape}, expected {parameters[name].shape}"
-    module.load_state_dict({name: torch.zeros_like(p) for name, p in parameters.items()} | state)
+    zeros = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    module.load_state_dict(module.state_dict() | zeros | state)
     return module
 
 

@@ -163,3 +163,54 @@ def test_a_table_with_logarithmic_buckets_is_never_resized():
     table = LearnedTable(2, (log, log))
     with pytest.raises(RuntimeError, match="the stored table has shape"):
         table.load_state_dict({"table_h": torch.zeros(2, 15), "table_w": torch.zeros(2, 31)})
+
+
+PIECEWISE = AxisDistance("piecewise", 3, 1.9, 3.8, 15.2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "entries"),
+    [
+        (AxisDistance("clamp", 3), [-3, -2, -1, 0, 1, 2, 3]),
+        (AxisDistance("clamp", 3, directed=False), [0, 1, 2, 3]),
+        (PIECEWISE, [-4, -2, -1, 0, 1, 2, 4]),
+        (AxisDistance("t5_log", 5, 3, 5, 20), [-11, -6, -3, -2, -1, 0, 1, 2, 3, 6, 11]),
+    ],
+    ids=lambda value: getattr(value, "kind", ""),
+)
+def test_entry_offsets_are_the_nearest_ones_that_read_each_entry(kind, entries):
+    assert kind.entry_offsets().tolist() == entries
+    every = torch.arange(-40, 41)
+    for entry, offset in enumerate(entries):
+        reading = every[kind.index(every) == entry]
+        assert reading.abs().min() == abs(offset)
+        assert offset in reading
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize(
+    ("stored", "own"),
+    [
+        (PIECEWISE, AxisDistance("clamp", 3)),
+        (AxisDistance("clamp", 3), PIECEWISE),
+        (AxisDistance("clamp", 6, directed=False), AxisDistance("clamp", 3)),
+        (AxisDistance("clamp", 3), AxisDistance("clamp", 6, directed=False)),
+        (PIECEWISE, AxisDistance("clamp", 9)),
+        (AxisDistance("t5_log", 3, 1, 3, 16), PIECEWISE),
+    ],
+    ids=lambda axis: f"{axis.kind}{axis.size}{'' if axis.directed else 'u'}",
+)
+def test_a_table_of_another_distance_map_is_refused_though_its_shape_fits(stored, own, joint):
+    state = LearnedTable(2, (stored, stored), joint=joint, init_std=1.0).state_dict()
+    LearnedTable(2, (stored, stored), joint=joint).load_state_dict(state)
+    table = LearnedTable(2, (own, own), joint=joint, init_std=1.0)
+    before = [p.clone() for p in table.parameters()]
+    with pytest.raises(
+        RuntimeError, match=r"table.*: the stored table has entries for the offsets .* another distance"
+    ):
+        table.load_state_dict(state)
+    assert all(torch.equal(a, b) for a, b in zip(before, table.parameters(), strict=True))
+
+
+def test_a_directed_clamp_table_saves_its_entries_alone():
+    assert list(LearnedTable(2, axes(2, 4)).state_dict()) == ["table_h", "table_w"]

@@ -199,12 +199,24 @@ def test_reading_beyond_the_trained_grid_is_said_once():
     assert cover.share == pytest.approx(sum(12 - abs(d) for d in range(-7, 8)) / 144)
 
 
+@pytest.mark.parametrize("preset", ["swin", "bias", "txl"])
 @pytest.mark.parametrize(("rule", "share"), [("clamp", 0.861), ("interpolate", 1.0)])
-def test_coverage_of_a_resized_checkpoint(rule, share):
-    large = micro({"preset": "swin", "resize": rule}, img_size=(48, 32))
-    large.load_state_dict(micro("swin").state_dict())
+def test_coverage_of_a_resized_checkpoint_stays_until_a_training_pass_at_the_new_size(preset, rule, share):
+    spec = {"preset": preset, "resize": rule}
+    large = micro(spec, img_size=(48, 32), dynamic_img_size=True)
+    large.load_state_dict(micro(preset).state_dict())
+    again = micro(spec, img_size=(48, 32))
+    again.load_state_dict(large.state_dict())
+    for model in (large, again, copy.deepcopy(large), large.train()):
+        assert vitrel.coverage(model)["blocks.0"].share == pytest.approx(share, abs=1e-3)
+    with torch.no_grad():
+        large(torch.randn(1, 3, 48, 32))
+    large(torch.randn(1, 3, 32, 32))
+    large.set_input_size((48, 32))
     assert vitrel.coverage(large)["blocks.0"].share == pytest.approx(share, abs=1e-3)
-    assert vitrel.coverage(large.train())["blocks.0"].share == 1.0
+    large(torch.randn(1, 3, 48, 32))
+    assert vitrel.coverage(large)["blocks.0"].share == 1.0
+    assert not any(name.endswith("trained") for name in large.state_dict())
 
 
 def test_a_chosen_max_distance_covers_every_size():

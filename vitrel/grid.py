@@ -142,6 +142,16 @@ class AxisDistance:
         """The same map with another number of table entries."""
         return replace(self, size=entries // 2 if self.directed else entries - 1)
 
+    def entry_offsets(self) -> Tensor:
+        """For each table entry the offset nearest to zero that reads it, int64, shape (entries,).
+
+        Two maps are the same function exactly when these are equal. A bucket that no whole offset falls into gets the
+        offset of the next one.
+        """
+        reach = torch.arange(max(self.size, math.ceil(self.max_distance)) + 1)
+        nearest = torch.searchsorted(self.bucket(reach), torch.arange(self.size + 1))
+        return torch.cat([-nearest[1:].flip(0), nearest]) if self.directed else nearest
+
     def bucket(self, offset: Tensor) -> Tensor:
         """Bucket of |offset|, in [0, K], int64, the shape of ``offset``."""
         distance = offset.abs()

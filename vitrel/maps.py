@@ -53,8 +53,8 @@ class Coverage(NamedTuple):
 def coverage(model: nn.Module) -> dict[str, Coverage]:
     """Which relative positions of the present grid a model was trained on, per block.
 
-    An entry counts as trained if the grid before the last change of size could reach it; a call of ``model.train()``
-    counts all of them.
+    Entries that a table got when it was made larger count as trained from the first forward pass in training mode that
+    reads them; a checkpoint keeps the count.
 
     Returns:
         Block name to ``Coverage``; blocks without a position term are left out.

@@ -139,6 +139,10 @@ class PositionTerms(nn.Module):
         For another grid the tables are resized on the fly by ``rel_pos.resize``; ``clamp`` reads them as they are.
         """
         axes = self.axes
+        if grid_size is not None and self.training and torch.is_grad_enabled():
+            for module in self.children():
+                if isinstance(module, LearnedTable):
+                    module.note_training(grid_size)
         if grid_size is not None and (self.rel_pos.resize != "clamp" or self.rel_pos.source != "learned"):
             axes = self.rel_pos.axes(grid_size)
         vectors: dict[str, Tensor] = dict(self.named_parameters(recurse=False))

@@ -84,52 +84,91 @@ class LearnedTable(nn.Module):
             )
             if new is not table:
                 setattr(self, name, nn.Parameter(new, requires_grad=table.requires_grad))
-        self._note_trained(self.trained, axes)
+        self._keep_trained(self.trained, self.axes, axes)
         self.axes = axes
 
-    def _note_trained(self, known: tuple[int, int], axes: Axes) -> None:
+    def _keep_trained(self, trained: tuple[int, ...], old: Axes, new: Axes) -> None:
+        """Carry over which buckets were trained from other distance maps: stretched with the table, or kept."""
         stretched = self.resize in ("interpolate", "geometric")
-        sizes = (axes[0].size, axes[1].size)
-        self.trained = sizes if stretched else (min(known[0], sizes[0]), min(known[1], sizes[1]))
+        reach = (
+            b.size * n // a.size if stretched and a.size else min(n, b.size)
+            for n, a, b in zip(trained, old, new, strict=True)
+        )
+        rows, cols = reach
+        self.trained = (rows, cols)
 
-    def train(self, mode: bool = True) -> LearnedTable:
-        """As ``nn.Module.train``; from a call with ``mode=True`` on, every entry counts as trained."""
-        if mode:
-            self.trained = (self.axes[0].size, self.axes[1].size)
-        return super().train(mode)
+    def note_training(self, grid_size: tuple[int, int]) -> None:
+        """Count the entries that a grid (h, w) reads as trained."""
+        reach = (self._reach(axis, side) for axis, side in zip(self.axes, grid_size, strict=True))
+        rows, cols = (max(known, new) for known, new in zip(self.trained, reach, strict=True))
+        if (rows, cols) != self.trained:
+            self.trained = (rows, cols)
+
+    @staticmethod
+    def _reach(axis: AxisDistance, side: int) -> int:
+        return min(axis.size, side - 1) if axis.kind == "clamp" else axis.size
 
     @staticmethod
     def _table_axes(name: str, axes: Axes) -> tuple[AxisDistance, ...]:
         return {"table_h": axes[:1], "table_w": axes[1:], "table": axes}[name]
 
+    def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
+        """The entries, and what cannot be read off their shape: another map than clamp, entries never trained."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, axis in zip(("offset_h", "offset_w"), self.axes, strict=True):
+            if axis.kind != "clamp" or not axis.directed:
+                destination[prefix + name] = axis.entry_offsets()
+        if self.trained != (self.axes[0].size, self.axes[1].size):
+            destination[prefix + "trained"] = torch.tensor(self.trained)
+
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):  # type: ignore[no-untyped-def]
+        maps = [state_dict.pop(prefix + name, None) for name in ("offset_h", "offset_w")]
+        trained = state_dict.pop(prefix + "trained", None)
+        old, known = list(self.axes), list(self.trained)
         for name, parameter in self.named_parameters():
             stored = state_dict.get(prefix + name)
-            if stored is None or stored.shape == parameter.shape:
+            if stored is None:
                 continue
-            axes = self._table_axes(name, self.axes)
-            n = len(axes)
-            sizes = stored.shape[1 : 1 + n]
-            fits = (
-                stored.ndim == parameter.ndim
-                and stored.shape[:1] + stored.shape[1 + n :] == parameter.shape[:1] + parameter.shape[1 + n :]
-                and all(
-                    axis.kind == "clamp" and (not axis.directed or size % 2)
-                    for axis, size in zip(axes, sizes, strict=True)
-                )
-            )
-            if fits:
-                old = tuple(axis.with_entries(size) for axis, size in zip(axes, sizes, strict=True))
-                state_dict[prefix + name] = resize_table(stored, old, axes, self.resize)
-                known = {"table_h": (old[0].size, self.trained[1]), "table_w": (self.trained[0], old[0].size)}
-                self._note_trained(known.get(name, (old[0].size, old[-1].size)), self.axes)
-            else:
+            dims = {"table_h": [0], "table_w": [1], "table": [0, 1]}[name]
+            try:
+                own = self._table_axes(name, self.axes)
+                stored_axes = self._stored_axes(stored, parameter, own, [maps[d] for d in dims])
+            except ValueError as error:
+                errors.append(f"{prefix + name}: {error}")
                 state_dict[prefix + name] = parameter.detach()
-                errors.append(
-                    f"{prefix + name}: the stored table has shape {tuple(stored.shape)}, expected "
-                    f"{tuple(parameter.shape)} or one of another grid (odd sizes, the same heads and width)"
-                )
+                continue
+            state_dict[prefix + name] = resize_table(stored, stored_axes, own, self.resize)
+            for d, axis in zip(dims, stored_axes, strict=True):
+                old[d], known[d] = axis, axis.size if trained is None else int(trained[d])
+        self._keep_trained(tuple(known), (old[0], old[1]), self.axes)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+
+    @staticmethod
+    def _stored_axes(
+        stored: Tensor, own: Tensor, axes: tuple[AxisDistance, ...], maps: list[Tensor | None]
+    ) -> tuple[AxisDistance, ...]:
+        """The distance maps of a stored table, from its shape and, but for a directed clamp, its entries' offsets."""
+        n = len(axes) + 1
+        sizes = stored.shape[1:n]
+        if (
+            stored.ndim != own.ndim
+            or stored.shape[:1] + stored.shape[n:] != own.shape[:1] + own.shape[n:]
+            or any(axis.kind != "clamp" and size != axis.entries for axis, size in zip(axes, sizes, strict=True))
+            or any(axis.directed and size % 2 == 0 for axis, size in zip(axes, sizes, strict=True))
+        ):
+            raise ValueError(
+                f"the stored table has shape {tuple(stored.shape)}, expected {tuple(own.shape)} or one of another grid "
+                "(odd sizes, the same heads and width)"
+            )
+        old = tuple(axis.with_entries(size) for axis, size in zip(axes, sizes, strict=True))
+        for axis, entries in zip(old, maps, strict=True):
+            found = torch.arange(axis.entries) - axis.entries // 2 if entries is None else entries.cpu()
+            if not torch.equal(found, axis.entry_offsets()):
+                raise ValueError(
+                    f"the stored table has entries for the offsets {found.tolist()}, expected "
+                    f"{axis.entry_offsets().tolist()}: it was made for another distance map, set distance as it was"
+                )
+        return old
 
 
 class SinusoidTable(nn.Module):
