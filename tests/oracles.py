@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from vitrel import RelPos
-from vitrel.attend import BACKENDS, dense_scores, reference_scores
+from vitrel.attend import dense_scores, reference_scores
+from vitrel.backends import BACKENDS
 from vitrel.grid import Grid, Points
 from vitrel.originals import flat_table, sam_axis
 from vitrel.position import PositionTerms
@@ -40,6 +41,14 @@ def filled(module, state):
     zeros = {name: torch.zeros_like(p) for name, p in parameters.items()}
     module.load_state_dict(module.state_dict() | zeros | state)
     return module
+
+
+def able(position, *where):
+    """The backends that can serve these tables and places."""
+    joint = any(len(tables) == 1 for tables in position.tables.values())
+    points = any(isinstance(w, Points) for w in where)
+    cannot = {"folded", "blocked"} if joint else {"blocked"} if points else set()
+    return {name: backend for name, backend in BACKENDS.items() if name not in cannot}
 
 
 @torch.no_grad()
@@ -88,7 +97,7 @@ def assert_attention(q, k, v, position, q_grid, k_grid, data, atol=1e-11):
         got = scores(q, k, position, q_grid, k_grid)
         close(got.masked_fill(blocked, 0), data["scores"].masked_fill(blocked, 0), atol=atol)
     contexts = {}
-    for name, backend in BACKENDS.items():
+    for name, backend in able(position, q_grid, k_grid).items():
         contexts[name] = joined(backend(q, k, v, position, q_grid, k_grid, ~blocked, 0.0))
         close(contexts[name], data["context"], atol=atol)
     return contexts["reference"]

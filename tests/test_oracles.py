@@ -28,10 +28,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from oracles import ORACLES, assert_attention, close, joined, oracle, place, sam_position, split, thirds
+from oracles import ORACLES, able, assert_attention, close, joined, oracle, place, sam_position, split, thirds
 
 from vitrel import RelPos
-from vitrel.attend import BACKENDS, reference_scores, reference_terms
+from vitrel.attend import reference_scores, reference_terms
 from vitrel.grid import AxisDistance, Grid, Points
 from vitrel.originals import irpe_table
 from vitrel.rotary import rotate
@@ -195,7 +195,7 @@ def test_shaw_of_tensor2tensor(name):
     position = place({"terms": ["query"], "share_heads": shared}, heads, width, meta["grid"], state)
     q, k, v = (data[n].flatten(2, 3) for n in "qkv")
     grid = Grid(*meta["grid"])
-    for backend in BACKENDS.values():
+    for backend in able(position, grid).values():
         out = backend(q * width**0.5, k, v, position, grid, grid, None, 0.0)
         close(out, data["out"].flatten(2, 3), atol=1e-11)
 
@@ -277,7 +277,7 @@ def test_mvit_attention(name):
     k_size = (h // meta["stride_kv"], w // meta["stride_kv"])
     position, *points = sam_position(data, meta["q_grid"], k_size, heads, meta["d"])
     close(reference_scores(q, k, position, *points), data["scores"], atol=1e-11)
-    for backend in BACKENDS.values():
+    for backend in able(position, *points).values():
         context = backend(q, k, v, position, *points, None, 0.0)
         if meta["residual_pooling"]:
             context = context + F.pad(q[:, :, prefix:], (0, 0, prefix, 0))

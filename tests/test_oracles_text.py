@@ -5,10 +5,24 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from oracles import LINES, assert_attention, close, filled, joined, line, on_line, oracle, place, reach, split, thirds
+from oracles import (
+    LINES,
+    able,
+    assert_attention,
+    close,
+    filled,
+    joined,
+    line,
+    on_line,
+    oracle,
+    place,
+    reach,
+    split,
+    thirds,
+)
 
 from vitrel import RelativeAttention2d
-from vitrel.attend import BACKENDS, reference_terms
+from vitrel.attend import reference_terms
 from vitrel.grid import AxisDistance
 from vitrel.originals import deberta_table, t5_table, txl_learned_tables, txl_table, xlnet_table
 
@@ -72,8 +86,9 @@ def test_transformer_xl_with_learned_embeddings(name, upright):
 
 
 @LINES
+@pytest.mark.parametrize("backend", ["dense", "folded", "blocked"])
 @pytest.mark.parametrize("name", ["transformer_xl__stack_sinusoid", "transformer_xl__stack_learned"])
-def test_transformer_xl_layers_and_segments(name, upright):
+def test_transformer_xl_layers_and_segments(name, backend, upright):
     meta, data = oracle(name)
     state = {k.removeprefix("sd/"): t for k, t in data.items() if k.startswith("sd/")}
     heads, layers, width = meta["H"], meta["layers"], meta["d"]
@@ -104,7 +119,8 @@ def test_transformer_xl_layers_and_segments(name, upright):
             position = place(rel_pos, heads, width, (1, 1), tables)
             causal = torch.ones(hidden.shape[1], x.shape[1], dtype=torch.bool).tril(memory)
             grids = line(hidden.shape[1], upright, first=memory), line(x.shape[1], upright)
-            context = joined(BACKENDS["dense"](q[:, :, memory:], k, v, position, *grids, causal, 0.0))
+            form = able(position, *grids)[backend]
+            context = joined(form(q[:, :, memory:], k, v, position, *grids, causal, 0.0))
             norm = partial(F.layer_norm, normalized_shape=[meta["D"]], eps=meta["ln_eps"])
             weights = [part[f"dec_attn.layer_norm.{n}"] for n in ("weight", "bias")]
             hidden = norm(hidden + context @ part["dec_attn.o_net.weight"].T, weight=weights[0], bias=weights[1])

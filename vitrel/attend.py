@@ -1,15 +1,12 @@
-"""Attention with relative position: the readable reference, the dense form, and the choice between them.
+"""Attention with relative position: the readable reference, the dense form, and the pieces that faster forms share.
 
-All take ``q`` (B, H, Lq, d), ``k`` and ``v`` (B, H, Lk, d), a ``Position``, and where queries and keys lie: a ``Grid``,
-or ``Points`` per sample. Tokens before the patches are prefix tokens: Lq - q_grid.patches among the queries,
+All forms take ``q`` (B, H, Lq, d), ``k`` and ``v`` (B, H, Lk, d), a ``Position``, and where queries and keys lie: a
+``Grid``, or ``Points`` per sample. Tokens before the patches are prefix tokens: Lq - q_grid.patches among the queries,
 Lk - k_grid.patches among the keys. A mask is boolean (True = attend) or additive, broadcastable to (B, H, Lq, Lk), and
 comes after the sum of all terms; a hidden key has weight exactly 0, and a row without a visible key gives 0.
 """
 
 from __future__ import annotations
-
-import difflib
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +15,8 @@ from torch import Tensor
 from vitrel.grid import Grid, Where, offsets
 from vitrel.position import Position
 from vitrel.relpos import CONTENT, TERMS
-from vitrel.rotary import rotate
-from vitrel.tables import axis_lookup, lookup
-
-Backend = Callable[[Tensor, Tensor, Tensor, Position, Where, Where, Tensor | None, float], Tensor]
+from vitrel.rotary import angles, rotate, turn
+from vitrel.tables import Tables, axis_lookup, lookup
 
 
 def patch_offsets(q_grid: Where, k_grid: Where, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -62,7 +57,7 @@ def reference_terms(q: Tensor, k: Tensor, position: Position, q_grid: Where, k_g
                 summand = F.pad(summand, (k_prefix, 0, q_prefix, 0))
         terms[name] = (position.scales[name] * summand).expand(shape)
     if position.prefix is not None:
-        terms["prefix"] = _prefix_bias(position.prefix, q_prefix, k_prefix, shape[2], shape[3]).expand(shape)
+        terms["prefix"] = prefix_bias(position.prefix, q_prefix, k_prefix, shape[2], shape[3]).expand(shape)
     return terms
 
 
@@ -75,7 +70,7 @@ def masked_softmax(scores: Tensor, attn_mask: Tensor | None = None) -> Tensor:
     """Softmax over keys after the mask; rows without a visible key are 0."""
     if attn_mask is None:
         return scores.softmax(-1)
-    scores, visible = _mask_scores(scores, attn_mask)
+    scores, visible = mask_scores(scores, attn_mask)
     return scores.softmax(-1).masked_fill(~visible, 0)
 
 
@@ -111,22 +106,44 @@ def dense(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Fused attention with the position terms as one additive bias (B or 1, H, Lq, Lk). Returns (B, H, Lq, d).
+    """Attention with the position terms as one additive bias (B or 1, H, Lq, Lk). Returns (B, H, Lq, d).
 
-    A value term needs the weights, so that its softmax is written out.
+    One fused call, but for a value term, which needs the weights, and on a CPU for a bias that needs a gradient, which
+    the fused kernels do not give: then softmax is written out and its weights are kept for the backward pass.
     """
-    if "value" in position.terms:
-        weights = masked_softmax(dense_scores(q, k, position, q_grid, k_grid), attn_mask)
-        return weigh(F.dropout(weights, dropout_p), v, position, q_grid, k_grid)
     bias = dense_bias(q, k, position, q_grid, k_grid)
     q, k = content_inputs(q, k, position, q_grid, k_grid)
+    if "value" in position.terms:
+        weights = F.dropout(weights_of(q, k, bias, position.scales["content"], attn_mask), dropout_p)
+        return weigh(weights, v, position, q_grid, k_grid)
+    return biased_attention(q, k, v, bias, position.scales["content"], attn_mask, dropout_p)
+
+
+def biased_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """``softmax(scale * q k^T + bias) v`` under a mask, fused where a fused kernel gives all gradients."""
+    if bias is not None and bias.requires_grad and q.device.type == "cpu":
+        return F.dropout(weights_of(q, k, bias, scale, attn_mask), dropout_p) @ v
     visible = None
     if attn_mask is not None:
+        shape = attn_mask.shape if bias is None else (*q.shape[:3], k.shape[2])
         bias = q.new_zeros(()) if bias is None else bias
-        bias, visible = _mask_scores(bias.expand(*q.shape[:3], k.shape[2]), attn_mask)
-    scale = position.scales["content"]
+        bias, visible = mask_scores(bias.expand(shape), attn_mask)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
     return out if visible is None else out.masked_fill(~visible, 0)
+
+
+def weights_of(q: Tensor, k: Tensor, bias: Tensor | None, scale: float, attn_mask: Tensor | None = None) -> Tensor:
+    """``softmax(scale * q k^T + bias)`` over visible keys, (B, H, Lq, Lk)."""
+    scores = (scale * q) @ k.mT
+    return masked_softmax(scores if bias is None else scores.add_(bias), attn_mask)
 
 
 def dense_scores(q: Tensor, k: Tensor, position: Position, q_grid: Where, k_grid: Where) -> Tensor:
@@ -138,25 +155,44 @@ def dense_scores(q: Tensor, k: Tensor, position: Position, q_grid: Where, k_grid
 
 
 def content_inputs(q: Tensor, k: Tensor, position: Position, q_grid: Where, k_grid: Where) -> tuple[Tensor, Tensor]:
-    """The q and k whose product is the content term together with the rotary term, or with u where nothing turns."""
+    """The q and k whose product is the content term together with the rotary term and u.
+
+    u meets the keys as they are; where a rotary term turns them, it takes a feature of its own.
+    """
+    turned = q, k
     if position.frequencies is not None:
-        return rotate(q, position.frequencies, q_grid), rotate(k, position.frequencies, k_grid)
-    if "u" in position.terms:
-        q = q + (position.scales["u"] / position.scales["content"] * position.vectors["u"]).to(q.dtype)[:, None]
-    return q, k
+        turned = turn(q, *_angles(position, q_grid, q.device)), turn(k, *_angles(position, k_grid, k.device))
+    if "u" not in position.terms:
+        return turned
+    u = position.scales["u"] / position.scales["content"] * position.vectors["u"]
+    if position.frequencies is None:
+        return q + u.to(q.dtype)[:, None], k
+    met = torch.einsum("hd,bhjd->bhj", u.to(k.dtype), k)[..., None].to(k.dtype)
+    return F.pad(turned[0], (0, 8), value=1.0), torch.cat([turned[1], F.pad(met, (0, 7))], -1)
+
+
+def _angles(position: Position, where: Where, device: torch.device) -> tuple[Tensor, Tensor]:
+    assert position.frequencies is not None
+    frequencies = position.frequencies
+    if not isinstance(where, Grid):
+        return angles(frequencies, where, device)
+    return position.recall(("angles", where, device), lambda: angles(frequencies, where, device))
 
 
 def dense_bias(q: Tensor, k: Tensor, position: Position, q_grid: Where, k_grid: Where) -> Tensor | None:
     """Sum of all terms that are not in ``content_inputs``, (B or 1, H, Lq, Lk) in q's type; None if there are none."""
     q_prefix, k_prefix = q.shape[2] - q_grid.patches, k.shape[2] - k_grid.patches
-    summands = _patch_summands(q[:, :, q_prefix:], k[:, :, k_prefix:], position, q_grid, k_grid)
-    summands = [F.pad(s, (k_prefix, 0, q_prefix, 0)) for s in summands] if q_prefix or k_prefix else summands
-    if position.prefix is not None:
-        summands.append(_prefix_bias(position.prefix, q_prefix, k_prefix, q.shape[2], k.shape[2]))
-    if position.frequencies is not None and "u" in position.terms:  # u meets the keys unturned
-        u = position.scales["u"] * torch.einsum("hd,bhjd->bhj", position.vectors["u"], k)
-        summands.append(u[:, :, None].expand(-1, -1, q.shape[2], -1))
-    return _sum(summands).to(q.dtype) if summands else None
+
+    def make() -> Tensor | None:
+        summands = _patch_summands(q[:, :, q_prefix:], k[:, :, k_prefix:], position, q_grid, k_grid)
+        summands = [F.pad(s, (k_prefix, 0, q_prefix, 0)) for s in summands] if q_prefix or k_prefix else summands
+        if position.prefix is not None:
+            summands.append(prefix_bias(position.prefix, q_prefix, k_prefix, q.shape[2], k.shape[2]))
+        return sum_of(summands).to(q.dtype) if summands else None
+
+    if {"query", "key"} & set(position.terms) or not (isinstance(q_grid, Grid) and isinstance(k_grid, Grid)):
+        return make()
+    return position.recall(("dense bias", q_grid, k_grid, q_prefix, k_prefix, q.dtype), make)
 
 
 def _patch_summands(q: Tensor, k: Tensor, position: Position, q_grid: Where, k_grid: Where) -> list[Tensor]:
@@ -166,58 +202,65 @@ def _patch_summands(q: Tensor, k: Tensor, position: Position, q_grid: Where, k_g
     if on and len(position.tables[on[0]]) == 2 and isinstance(q_grid, Grid) and isinstance(k_grid, Grid):
         if "bias" in on or "query" in on:
             rows, cols = query_profiles(q, position, q_grid, k_grid)
-            summands.append((rows[..., :, None] + cols[..., None, :]).flatten(-2))
+            summands.append((rows[..., :, None] + cols[..., None, :]).flatten(4).flatten(2, 3))
         if "key" in on:
             rows, cols = key_profiles(k, position, q_grid, k_grid)
-            summands.append((rows[..., :, None] + cols[..., None, :]).flatten(-2).mT)
+            summands.append((rows[:, :, :, None] + cols[:, :, None]).flatten(2, 3))
         return summands
     if "bias" in on:
         summands.append(lookup(position.tables["bias"], position.axes, *patch_offsets(q_grid, k_grid, q.device)))
     if "query" in on:
-        x = _table_queries(q, position)
-        for table, entry in _entries("query", position, q_grid, k_grid, q.device):
-            summands.append(_gather(x, table, entry))
+        x = table_queries(q, position)
+        for table, entry in table_entries("query", position, q_grid, k_grid, q.device):
+            summands.append(gather_scores(x, table, entry))
     if "key" in on:
-        for table, entry in _entries("key", position, q_grid, k_grid, q.device):
-            summands.append(_gather(position.scales["key"] * k, table, entry.mT).mT)
+        for table, entry in table_entries("key", position, q_grid, k_grid, q.device):
+            summands.append(gather_scores(position.scales["key"] * k, table, entry.mT).mT)
     return summands
+
+
+def axis_tables(term: str, position: Position, q_grid: Grid, k_grid: Grid) -> Tables:
+    """A term's separable tables as read by each pair of rows and of columns, see ``axis_lookup``."""
+    key = ("axis tables", term, q_grid, k_grid)
+    return position.recall(key, lambda: axis_lookup(position.tables[term], position.axes, q_grid, k_grid))
 
 
 def query_profiles(q: Tensor, position: Position, q_grid: Grid, k_grid: Grid) -> tuple[Tensor, Tensor]:
     """The score of each query patch towards every key row and every key column: terms bias, query and v.
 
-    A separable table is read per axis, so that the score of query i and key j is
-    ``rows[i, row of j] + cols[i, column of j]``.
+    A separable table is read per axis, so that the score of query (y, x) and key (y', x') is
+    ``rows[y, x, y'] + cols[y, x, x']``.
 
     Args:
         q: Patch queries, (B, H, q_grid.patches, d).
 
     Returns:
-        (B or 1, H, Lq, key rows) and (B or 1, H, Lq, key columns).
+        (B, H, query rows, query columns, key rows) and (B, H, query rows, query columns, key columns). Where only the
+        bias term is on, B, and the query columns of the first and the query rows of the second, are 1.
     """
     row_parts, col_parts = [], []
     if "query" in position.terms:
-        rh, rw = axis_lookup(position.tables["query"], position.axes, q_grid, k_grid)
-        grid = _table_queries(q, position).unflatten(2, (q_grid.rows, q_grid.cols))
+        rh, rw = axis_tables("query", position, q_grid, k_grid)
+        grid = table_queries(q, position).unflatten(2, (q_grid.rows, q_grid.cols))
         row_parts.append(torch.einsum("bhyxd,hykd->bhyxk", grid, rh))
         col_parts.append(torch.einsum("bhyxd,hxkd->bhyxk", grid, rw))
     if "bias" in position.terms:
-        bh, bw = axis_lookup(position.tables["bias"], position.axes, q_grid, k_grid)
-        row_parts.append(bh[None, :, :, None].expand(-1, -1, -1, q_grid.cols, -1))
-        col_parts.append(bw[None, :, None].expand(-1, -1, q_grid.rows, -1, -1))
-    return _sum(row_parts).flatten(2, 3), _sum(col_parts).flatten(2, 3)
+        bh, bw = axis_tables("bias", position, q_grid, k_grid)
+        row_parts.append(bh[None, :, :, None])
+        col_parts.append(bw[None, :, None])
+    return sum_of(row_parts), sum_of(col_parts)
 
 
 def key_profiles(k: Tensor, position: Position, q_grid: Grid, k_grid: Grid) -> tuple[Tensor, Tensor]:
     """The score of each key patch towards every query row and every query column: the key term.
 
     Returns:
-        (B, H, Lk, query rows) and (B, H, Lk, query columns).
+        (B, H, query rows, Lk) and (B, H, query columns, Lk).
     """
-    ph, pw = axis_lookup(position.tables["key"], position.axes, q_grid, k_grid)
+    ph, pw = axis_tables("key", position, q_grid, k_grid)
     grid = (position.scales["key"] * k).unflatten(2, (k_grid.rows, k_grid.cols))
-    rows = torch.einsum("bhyxd,hkyd->bhyxk", grid, ph).flatten(2, 3)
-    cols = torch.einsum("bhyxd,hkxd->bhyxk", grid, pw).flatten(2, 3)
+    rows = torch.einsum("bhyxd,hkyd->bhkyx", grid, ph).flatten(3)
+    cols = torch.einsum("bhyxd,hkxd->bhkyx", grid, pw).flatten(3)
     return rows, cols
 
 
@@ -229,21 +272,31 @@ def weigh(weights: Tensor, v: Tensor, position: Position, q_grid: Where, k_grid:
     q_prefix, k_prefix = weights.shape[2] - q_grid.patches, weights.shape[3] - k_grid.patches
     between, tables = weights[:, :, q_prefix:, k_prefix:], position.tables["value"]
     if len(tables) == 2 and isinstance(q_grid, Grid) and isinstance(k_grid, Grid):
-        rows, cols = axis_lookup(tables, position.axes, q_grid, k_grid)
-        mass = between.unflatten(3, (k_grid.rows, k_grid.cols)).unflatten(2, (q_grid.rows, q_grid.cols))
-        value = torch.einsum("bhyxk,hykd->bhyxd", mass.sum(-1), rows)
-        value = (value + torch.einsum("bhyxk,hxkd->bhyxd", mass.sum(-2), cols)).flatten(2, 3)
+        mass = between.unflatten(3, (k_grid.rows, k_grid.cols))
+        value = table_values(mass.sum(-1), mass.sum(-2), position, q_grid, k_grid)
     else:
-        parts = []
-        for table, entry in _entries("value", position, q_grid, k_grid, weights.device):
-            mass = between.new_zeros(*between.shape[:3], table.shape[1])
-            mass = mass.scatter_add(-1, entry.expand(between.shape), between)
-            parts.append(torch.einsum("bhin,hnd->bhid", mass, table))
-        value = _sum(parts)
+        parts = [
+            scatter_values(between, table, entry)
+            for table, entry in table_entries("value", position, q_grid, k_grid, weights.device)
+        ]
+        value = sum_of(parts)
     return out + F.pad(value, (0, 0, q_prefix, 0)).to(out.dtype)
 
 
-def _entries(
+def table_values(rows: Tensor, cols: Tensor, position: Position, q_grid: Grid, k_grid: Grid) -> Tensor:
+    """The value term between patches, (B, H, Lq, d), from the weight that each query puts on key rows and columns.
+
+    Args:
+        rows: (B, H, Lq, key rows).
+        cols: (B, H, Lq, key columns).
+    """
+    by_row, by_col = axis_tables("value", position, q_grid, k_grid)
+    rows, cols = (mass.unflatten(2, (q_grid.rows, q_grid.cols)) for mass in (rows, cols))
+    value = torch.einsum("bhyxk,hykd->bhyxd", rows, by_row) + torch.einsum("bhyxk,hxkd->bhyxd", cols, by_col)
+    return value.flatten(2, 3)
+
+
+def table_entries(
     term: str, position: Position, q_grid: Where, k_grid: Where, device: torch.device
 ) -> list[tuple[Tensor, Tensor]]:
     """Each table of a term as (H, entries, d), with the entry of every pair, (B or 1, 1, Lq, Lk)."""
@@ -255,13 +308,20 @@ def _entries(
     return [(tables[0].flatten(1, 2), rows * tables[0].shape[2] + cols)]
 
 
-def _gather(x: Tensor, table: Tensor, entry: Tensor) -> Tensor:
+def gather_scores(x: Tensor, table: Tensor, entry: Tensor) -> Tensor:
     """x.table[entry] from one product per table entry: (B, H, Lx, d), (H, entries, d) -> the shape of ``entry``."""
     per_entry = torch.einsum("bhid,hnd->bhin", x, table)
     return per_entry.gather(-1, entry.expand(*x.shape[:2], -1, -1))
 
 
-def _table_queries(q: Tensor, position: Position) -> Tensor:
+def scatter_values(weights: Tensor, table: Tensor, entry: Tensor) -> Tensor:
+    """Sum of weights * table[entry] over the keys, (B, H, Lq, d): weights per entry first, then one product."""
+    mass = weights.new_zeros(*weights.shape[:3], table.shape[1])
+    mass = mass.scatter_add(-1, entry.expand(weights.shape), weights)
+    return torch.einsum("bhin,hnd->bhid", mass, table)
+
+
+def table_queries(q: Tensor, position: Position) -> Tensor:
     """What meets the query term's table: scaled queries plus scaled v, (B, H, Lq, d)."""
     scaled = position.scales["query"] * q
     if "v" in position.terms:
@@ -269,14 +329,14 @@ def _table_queries(q: Tensor, position: Position) -> Tensor:
     return scaled
 
 
-def _sum(parts: list[Tensor]) -> Tensor:
+def sum_of(parts: list[Tensor]) -> Tensor:
     total = parts[0]
     for part in parts[1:]:
         total = total + part
     return total
 
 
-def _prefix_bias(scalars: Tensor, q_prefix: int, k_prefix: int, q_length: int, k_length: int) -> Tensor:
+def prefix_bias(scalars: Tensor, q_prefix: int, k_prefix: int, q_length: int, k_length: int) -> Tensor:
     """(1, H, Lq, Lk): ``scalars`` (H, 3) for prefix->patch, patch->prefix and prefix->prefix, 0 between patches."""
     to_patch, from_patch, among = scalars[:, :, None, None].unbind(1)
     q_patches, k_patches = q_length - q_prefix, k_length - k_prefix
@@ -285,7 +345,7 @@ def _prefix_bias(scalars: Tensor, q_prefix: int, k_prefix: int, q_length: int, k
     return torch.cat([top, rest], -2)[None]
 
 
-def _mask_scores(scores: Tensor, attn_mask: Tensor) -> tuple[Tensor, Tensor]:
+def mask_scores(scores: Tensor, attn_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Scores with hidden keys at -inf, and which rows see a key at all, (..., Lq, 1); blind rows stay unmasked.
 
     An additive mask hides where it is -inf or near its type's lowest number, which plus a negative score may overflow.
@@ -299,29 +359,3 @@ def _mask_scores(scores: Tensor, attn_mask: Tensor) -> tuple[Tensor, Tensor]:
     visible = seen.any(-1, keepdim=True)
     # A row of -inf would give NaN, here and in its gradients; its output is zeroed by the caller instead.
     return scores.masked_fill(~seen & visible, -torch.inf), visible
-
-
-BACKENDS: dict[str, Backend] = {"reference": reference, "dense": dense}
-
-
-def choose(backend: str, position_terms: tuple[str, ...]) -> tuple[str, str]:
-    """The backend to take and the reason.
-
-    Args:
-        backend: ``auto`` or a key of ``BACKENDS``.
-        position_terms: Names of the terms that are on.
-
-    Raises:
-        ValueError: If the name is unknown.
-    """
-    if backend == "auto":
-        if not position_terms:
-            return "dense", "no position term: plain fused attention"
-        if "value" in position_terms:
-            return "dense", "written-out softmax: the value term needs the weights"
-        return "dense", "fused attention with the position terms as an additive bias"
-    if backend not in BACKENDS:
-        close = difflib.get_close_matches(backend, ["auto", *BACKENDS], n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"backend: {backend!r} is unknown, expected one of auto, {', '.join(BACKENDS)}{hint}")
-    return backend, "asked for"

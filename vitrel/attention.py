@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +10,10 @@ from timm.layers import Attention
 from torch import Tensor, nn
 
 from vitrel import attend
+from vitrel.backends import BACKENDS, Case, check, choose, extra_numbers, traced
 from vitrel.grid import Grid
 from vitrel.position import PositionTerms
-from vitrel.relpos import TERMS, RelPos
+from vitrel.relpos import RelPos
 
 
 class RelativeAttention2d(Attention):
@@ -25,11 +25,11 @@ class RelativeAttention2d(Attention):
         grid_size: (h, w) in patches.
         rel_pos: A ``RelPos``, a name such as ``"txl"`` or ``"txl+bias"``, or a mapping of its fields.
         num_prefix_tokens: Tokens before the patches (class token, registers); no term but content and u reaches them.
-        backend: ``auto``, ``dense`` or ``reference``.
+        backend: ``auto`` (by measured crossovers), or ``dense``, ``folded``, ``blocked``, ``reference``.
         **kwargs: Further arguments of timm's ``Attention``.
 
     Raises:
-        ValueError: For an unknown scheme or backend.
+        ValueError: For an unknown scheme or backend, or a backend that cannot serve the scheme.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class RelativeAttention2d(Attention):
             raise ValueError(f"num_prefix_tokens: expected at least 0, got {num_prefix_tokens}")
         self.grid_size = (int(grid_size[0]), int(grid_size[1]))
         self.num_prefix_tokens = num_prefix_tokens
-        self.backend, self.backend_reason = attend.choose(backend, spec.terms)
-        self._spec = spec
+        check(backend, spec)
+        self.backend, self._spec = backend, spec
         self.position: PositionTerms | None = self._new_position(dim, device, dtype)
         # In a tuple, so that a position held by another layer is not registered (and saved) here again.
         self._shared: tuple[PositionTerms, ...] = ()
@@ -124,7 +124,8 @@ class RelativeAttention2d(Attention):
             (B, L, D).
 
         Raises:
-            ValueError: If L is not that of the grid, or the mask does not fit.
+            ValueError: If L is not that of the grid, the mask does not fit, or the backend asked for cannot serve the
+                call.
         """
         q, k, v = self._qkv(x)
         attn_mask = self._check_mask(attn_mask, x)
@@ -137,7 +138,17 @@ class RelativeAttention2d(Attention):
         grid, position = Grid(*self.grid_size), self.position_terms(self.grid_size)
         if self.fused_attn:
             dropout_p = self.attn_drop.p if self.training else 0.0
-            out = attend.BACKENDS[self.backend](q, k, v, position, grid, grid, attn_mask, dropout_p)
+            case = Case(
+                self._spec,
+                x.shape[1],
+                x.device.type,
+                grad=torch.is_grad_enabled(),
+                traced=traced(),
+                dropout=dropout_p > 0,
+                mask_grad=attn_mask is not None and attn_mask.requires_grad,
+            )
+            backend, _ = choose(self.backend, case)
+            out = BACKENDS[backend](q, k, v, position, grid, grid, attn_mask, dropout_p)
         else:
             scores = attend.dense_scores(q, k, position, grid, grid)
             weights = self.attn_drop(attend.masked_softmax(scores, attn_mask))
@@ -219,36 +230,25 @@ class Explanation(list[BlockReport]):
 def explain(model: nn.Module) -> Explanation:
     """Per relative attention: the terms, the backend taken, why, and the bytes that position adds for one image.
 
-    The bytes are those of the additive bias and, for separable content-dependent terms, of its row and column profiles,
-    in the type of the parameters: what the forward pass holds for one image beyond plain fused attention.
+    Says it for the model as it is: in training mode what a step takes, else what inference takes, not traced, on the
+    device and with the type of its parameters. The bytes are what the forward pass holds for one image beyond plain
+    fused attention, by count of the largest tensors.
     """
-    return Explanation(
-        BlockReport(
-            block=name.removesuffix(".attn"),
-            terms="+".join(attn.rel_pos.terms) or "none",
-            grid="x".join(map(str, attn.grid_size)),
-            backend=attn.backend if attn.fused_attn else "dense",
-            why=attn.backend_reason if attn.fused_attn else "fused attention is off (timm.layers.set_fused_attn)",
-            extra_bytes=_extra_bytes(attn),
-        )
-        for name, attn in model.named_modules()
-        if isinstance(attn, RelativeAttention2d)
-    )
+    reports = Explanation()
+    for name, attn in model.named_modules():
+        if isinstance(attn, RelativeAttention2d):
+            terms = "+".join(attn.rel_pos.terms) or "none"
+            grid = "x".join(map(str, attn.grid_size))
+            backend, why = "dense", "fused attention is off (timm.layers.set_fused_attn)"
+            if attn.fused_attn:
+                backend, why = choose(attn.backend, _case(attn))
+            numbers = extra_numbers(backend, _case(attn), attn.position_terms.axes, attn.grid_size, attn.head_dim)
+            extra = numbers * attn.num_heads * attn.qkv.weight.element_size()
+            reports.append(BlockReport(name.removesuffix(".attn"), terms, grid, backend, why, extra))
+    return reports
 
 
-def _extra_bytes(attn: RelativeAttention2d) -> int:
-    h, w = attn.grid_size
-    patches, tokens, terms = h * w, h * w + attn.num_prefix_tokens, attn.rel_pos.terms
-    reads = [t for t in terms if TERMS[t].reads]
-    numbers = 0
-    if terms and attn.backend == "reference":
-        numbers = tokens * tokens * (1 + len(terms)) + (patches * patches * attn.head_dim if reads else 0)
-    elif reads or attn.rel_pos.prefix == "learned":
-        numbers = tokens * tokens
-        contents = [t for t in reads if TERMS[t].needs_input]
-        if attn.rel_pos.table == "separable":
-            numbers += patches * (h + w)
-        elif contents:
-            entries = math.prod(axis.entries for axis in attn.position_terms.axes)
-            numbers += patches * entries * len(contents)
-    return numbers * attn.num_heads * attn.qkv.weight.element_size()
+def _case(attn: RelativeAttention2d) -> Case:
+    tokens = attn.num_prefix_tokens + attn.grid_size[0] * attn.grid_size[1]
+    dropout = attn.training and attn.attn_drop.p > 0
+    return Case(attn.rel_pos, tokens, attn.qkv.weight.device.type, grad=attn.training, dropout=dropout)

@@ -43,18 +43,24 @@ class Grid:
         """(row, column) of each patch, int64, shape (1, rows * cols, 2)."""
         return torch.cartesian_prod(self.row_coords(device), self.col_coords(device))[None]
 
+    @property
+    def box(self) -> Grid:
+        """The grid that holds every patch: this one."""
+        return self
+
 
 class Points:
     """Patches anywhere, per sample: padded batches of pictures with different grids.
 
     Args:
         coords: (row, column) of each patch, int64, shape (B, N, 2). Padding may hold anything; mask it.
+        box: A grid that holds every patch but padding; None to find one, which reads ``coords`` on the host.
     """
 
-    def __init__(self, coords: Tensor) -> None:
+    def __init__(self, coords: Tensor, box: Grid | None = None) -> None:
         if coords.ndim != 3 or coords.shape[-1] != 2:
             raise ValueError(f"coords: expected shape (B, N, 2), got {tuple(coords.shape)}")
-        self._coords = coords
+        self._coords, self._box = coords, box
 
     @property
     def patches(self) -> int:
@@ -64,6 +70,14 @@ class Points:
     def coords(self, device: torch.device | None = None) -> Tensor:
         """(row, column) of each patch, shape (B, N, 2)."""
         return self._coords.to(device)
+
+    @property
+    def box(self) -> Grid:
+        """A grid that holds every patch."""
+        if self._box is None:
+            (top, left), (bottom, right) = (f(self._coords.flatten(0, 1), 0).tolist() for f in (torch.amin, torch.amax))
+            self._box = Grid(bottom - top + 1, right - left + 1, top, left)
+        return self._box
 
 
 Where = Grid | Points

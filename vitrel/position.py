@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from vitrel.relpos import TERMS, RelPos, Term
 from vitrel.rotary import AxialFrequencies, MixedFrequencies
 from vitrel.tables import Axes, LearnedTable, MlpTable, SinusoidTable, Tables
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class Position:
         tables: Per term that brings a table, what its table module returned, for all H heads.
         vectors: Per term that brings a vector, that vector, (H, d).
         prefix: Scalars (H, 3) for prefix->patch, patch->prefix and prefix->prefix, or None.
+        kept: What ``recall`` keeps; None to keep nothing.
     """
 
     scales: dict[str, float]
@@ -30,6 +34,15 @@ class Position:
     tables: dict[str, Tables]
     vectors: dict[str, Tensor]
     prefix: Tensor | None = None
+    kept: dict[Hashable, Any] | None = None
+
+    def recall(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What ``make`` returns, made once per key where this position keeps things; it must follow from both."""
+        if self.kept is None:
+            return make()
+        if key not in self.kept:
+            self.kept[key] = make()
+        return cast(T, self.kept[key])
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -66,6 +79,7 @@ class PositionTerms(nn.Module):
         super().__init__()
         self.rel_pos, self.num_heads, self.head_dim = rel_pos, num_heads, head_dim
         self.scales, self.axes = rel_pos.scales(head_dim), rel_pos.axes(grid_size)
+        self._kept: tuple[Hashable, list[Tensor], Position] | None = None
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
         for name in rel_pos.terms:
             term = TERMS[name]
@@ -137,12 +151,40 @@ class PositionTerms(nn.Module):
         """The position of the tables' own grid, or of another one (h, w) at run time.
 
         For another grid the tables are resized on the fly by ``rel_pos.resize``; ``clamp`` reads them as they are.
+        In inference on a CPU, what follows from parameters and grid alone is kept for the next call, which compares
+        every value of every parameter before it takes it.
         """
-        axes = self.axes
         if grid_size is not None and self.training and torch.is_grad_enabled():
             for module in self.children():
                 if isinstance(module, LearnedTable):
                     module.note_training(grid_size)
+        if not self._may_keep():
+            self._kept = None
+            return self._position(grid_size)
+        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        key = (grid_size, self.axes, self.rel_pos, tuple(self.scales.items()), autocast)
+        parameters = list(self.parameters())
+        if self._kept is not None and self._kept[0] == key and _same(self._kept[1], parameters):
+            return self._kept[2]
+        position = replace(self._position(grid_size), kept={})
+        self._kept = (key, [p.detach().clone() for p in parameters], position)
+        return position
+
+    def _may_keep(self) -> bool:
+        return (
+            not self.training
+            and not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and not torch.jit.is_tracing()
+            and not torch._C._are_functorch_transforms_active()
+            and all(type(p) is nn.Parameter and p.device.type == "cpu" for p in self.parameters())
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}
+
+    def _position(self, grid_size: tuple[int, int] | None) -> Position:
+        axes = self.axes
         if grid_size is not None and (self.rel_pos.resize != "clamp" or self.rel_pos.source != "learned"):
             axes = self.rel_pos.axes(grid_size)
         vectors: dict[str, Tensor] = dict(self.named_parameters(recurse=False))
@@ -159,3 +201,7 @@ class PositionTerms(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{'+'.join(self.rel_pos.terms) or 'none'}, table={self.rel_pos.table}, source={self.rel_pos.source}"
+
+
+def _same(old: list[Tensor], new: list[nn.Parameter]) -> bool:
+    return len(old) == len(new) and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(old, new, strict=True))

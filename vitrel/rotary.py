@@ -70,19 +70,32 @@ class MixedFrequencies(nn.Module):
         return self.freqs_h, self.freqs_w
 
 
-def rotate(x: Tensor, frequencies: Tables, grid: Where) -> Tensor:
-    """Turn adjacent feature pairs of the patches by the angles of their coordinates, in float32 at least.
+def angles(frequencies: Tables, grid: Where, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each patch's angles, each (B or 1, H or 1, patches, d/2), float32 at least.
+
+    Args:
+        frequencies: Radians per row and per column, each (H or 1, d/2).
+    """
+    rows, cols = (f.to(device, torch.promote_types(f.dtype, torch.float32))[:, None] for f in frequencies)
+    coords = grid.coords(device)[:, None].to(rows.dtype)  # (B or 1, 1, patches, 2)
+    angle = coords[..., :1] * rows + coords[..., 1:] * cols
+    return angle.cos(), angle.sin()
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn adjacent feature pairs of the patches by ``angles``, in float32 at least.
 
     Args:
         x: Queries or keys, (B, H, L, d); tokens before the patches stay as they are.
-        frequencies: Radians per row and per column, each (H, d/2).
     """
-    prefix = x.shape[2] - grid.patches
+    prefix = x.shape[2] - cos.shape[2]
     dtype = torch.promote_types(x.dtype, torch.float32)
-    rows, cols = (f.to(x.device, torch.promote_types(f.dtype, torch.float32))[:, None] for f in frequencies)
-    coords = grid.coords(x.device)[:, None].to(rows.dtype)  # (B or 1, 1, L, 2)
-    angle = coords[..., :1] * rows + coords[..., 1:] * cols
-    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    cos, sin = cos.to(dtype), sin.to(dtype)
     even, odd = x[:, :, prefix:].to(dtype).unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).to(x.dtype)
     return torch.cat([x[:, :, :prefix], turned], 2) if prefix else turned
+
+
+def rotate(x: Tensor, frequencies: Tables, grid: Where) -> Tensor:
+    """Turn the patches of ``x`` (B, H, L, d) by the angles of their coordinates on the grid."""
+    return turn(x, *angles(frequencies, grid, x.device))
