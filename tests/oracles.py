@@ -47,7 +47,7 @@ def able(position, *where):
     """The backends that can serve these tables and places."""
     joint = any(len(tables) == 1 for tables in position.tables.values())
     points = any(isinstance(w, Points) for w in where)
-    cannot = {"folded", "blocked"} if joint else {"blocked"} if points else set()
+    cannot = {"written", "folded", "blocked"} if joint else {"blocked"} if points else set()
     return {name: backend for name, backend in BACKENDS.items() if name not in cannot}
 
 

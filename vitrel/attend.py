@@ -308,9 +308,17 @@ def table_entries(
     return [(tables[0].flatten(1, 2), rows * tables[0].shape[2] + cols)]
 
 
-def gather_scores(x: Tensor, table: Tensor, entry: Tensor) -> Tensor:
-    """x.table[entry] from one product per table entry: (B, H, Lx, d), (H, entries, d) -> the shape of ``entry``."""
-    per_entry = torch.einsum("bhid,hnd->bhin", x, table)
+def gather_scores(x: Tensor, table: Tensor, entry: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x.table[entry] + bias[entry] from one product per table entry, in the shape of ``entry`` with all B and H.
+
+    Args:
+        x: (B, H, Lx, d).
+        table: (H, entries, d).
+        entry: (B or 1, 1, Lx, Ly).
+        bias: (H, 1, entries), or None.
+    """
+    per_entry = x @ table.mT
+    per_entry = per_entry if bias is None else per_entry + bias
     return per_entry.gather(-1, entry.expand(*x.shape[:2], -1, -1))
 
 
@@ -318,7 +326,7 @@ def scatter_values(weights: Tensor, table: Tensor, entry: Tensor) -> Tensor:
     """Sum of weights * table[entry] over the keys, (B, H, Lq, d): weights per entry first, then one product."""
     mass = weights.new_zeros(*weights.shape[:3], table.shape[1])
     mass = mass.scatter_add(-1, entry.expand(weights.shape), weights)
-    return torch.einsum("bhin,hnd->bhid", mass, table)
+    return mass @ table
 
 
 def table_queries(q: Tensor, position: Position) -> Tensor:

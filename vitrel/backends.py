@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vitrel.attend import dense, reference
 from vitrel.blocked import block_numbers, blocked
-from vitrel.folded import folded
+from vitrel.folded import folded, written
 from vitrel.grid import Grid
 from vitrel.relpos import TERMS, RelPos
 from vitrel.tables import Axes
@@ -20,6 +20,7 @@ from vitrel.tables import Axes
 BACKENDS: dict[str, Callable[..., Tensor]] = {
     "reference": reference,
     "dense": dense,
+    "written": written,
     "folded": folded,
     "blocked": blocked,
 }
@@ -91,7 +92,7 @@ def check(backend: str, rel_pos: RelPos) -> None:
         close = difflib.get_close_matches(backend, ["auto", *BACKENDS], n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"backend: {backend!r} is unknown, expected one of auto, {', '.join(BACKENDS)}{hint}")
-    reason = _joint(rel_pos) if backend in ("folded", "blocked") else None
+    reason = _joint(rel_pos) if backend in ("written", "folded", "blocked") else None
     if reason:
         raise ValueError(f"backend: {backend!r} {reason}, or use backend='auto'")
 
