@@ -139,7 +139,7 @@ def attention_runs(
         inputs = [make(batch, HEADS, prefix + tokens, WIDTH) for _ in range(3)] if prefix else [q, k, v]
         for wanted in backends:
             try:
-                backend, _ = choose(wanted, case)
+                backend = choose(wanted, case)
             except ValueError:
                 continue
             where = Grid(grid, grid)
@@ -205,7 +205,10 @@ def whole_models(args: argparse.Namespace, sync: Run, train: bool) -> list[dict[
         models = {"none": plain}
         for preset in args.presets:
             spec, prefix = scheme(preset)
-            models[preset] = timm.create_model(arch, num_classes=100, rel_pos=spec, reg_tokens=prefix)
+            for backend in args.backends:
+                name = preset if backend == "auto" else f"{preset} {backend}"
+                options = {"rel_pos": spec, "reg_tokens": prefix, "backend": backend}
+                models[name] = timm.create_model(arch, num_classes=100, **options)
         if args.peers:
             models["timm vit_relpos"] = VisionTransformerRelPos(**body, rel_pos_type="bias")
             rotary = {"use_rot_pos_emb": True, "use_abs_pos_emb": False, "attn_type": "rope", "rope_temperature": 100.0}
@@ -323,7 +326,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--what", choices=["attention", "model", "train", "memory", "loader"], default="train")
     parser.add_argument("--presets", nargs="*", default=["bias", "txl", "shaw", "deberta"])
-    parser.add_argument("--backends", nargs="+", default=["auto"], choices=["auto", *BACKENDS], help="for attention")
+    parser.add_argument("--backends", nargs="+", default=["auto"], choices=["auto", *BACKENDS], help="not for memory")
     parser.add_argument("--peers", action="store_true", help="timm's own, and the naive four terms, as well")
     parser.add_argument("--grids", nargs="+", type=int, default=[8, 14, 32, 64], help="for attention and memory")
     parser.add_argument("--arch", nargs="+", default=["vitrel_micro_patch4_32", "vitrel_small_patch16_224"])

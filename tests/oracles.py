@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from vitrel import RelPos
 from vitrel.attend import dense_scores, reference_scores
-from vitrel.backends import BACKENDS
+from vitrel.backends import BACKENDS, Case, unsuited
 from vitrel.grid import Grid, Points
 from vitrel.originals import flat_table, sam_axis
 from vitrel.position import PositionTerms
@@ -46,9 +46,9 @@ def filled(module, state):
 def able(position, *where):
     """The backends that can serve these tables and places."""
     joint = any(len(tables) == 1 for tables in position.tables.values())
-    points = any(isinstance(w, Points) for w in where)
-    cannot = {"written", "folded", "blocked"} if joint else {"blocked"} if points else set()
-    return {name: backend for name, backend in BACKENDS.items() if name not in cannot}
+    spec = RelPos(position.terms, table="joint" if joint else "separable")
+    case = Case(spec, tokens=1, full_grids=not any(isinstance(w, Points) for w in where))
+    return {name: backend for name, backend in BACKENDS.items() if unsuited(name, case) is None}
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from timm.layers import Attention
 
 from vitrel import RelativeAttention2d, explain
 from vitrel.attend import dense, reference
-from vitrel.backends import BACKENDS
+from vitrel.backends import BACKENDS, Case, unsuited
 from vitrel.grid import Grid, Points
 from vitrel.relpos import PRESETS, RelPos
 
@@ -35,6 +35,10 @@ SCHEMES = {
 
 def as_mapping(spec):
     return {"preset": spec} if isinstance(spec, str) else spec
+
+
+def can(backend, spec):
+    return backend == "unfused" or unsuited(backend, Case(RelPos.of(spec), tokens=1)) is None
 
 
 def make(grid_size, rel_pos, prefix=0, **kwargs):
@@ -139,9 +143,10 @@ def test_every_backend_equals_the_reference_in_output_and_gradients(rel_pos, tab
     arguments = {"is_causal": True} if mask == "causal" else {"attn_mask": masks.get(mask)}
     results = {}
     for backend in [*BACKENDS, "unfused"]:
-        if table == "joint" and backend in ("written", "folded", "blocked"):
+        spec = {"max_distance": 3, **as_mapping(SCHEMES[rel_pos]), "table": table}
+        if not can(backend, spec):
             continue
-        attn = make(grid_size, {"max_distance": 3, **as_mapping(SCHEMES[rel_pos]), "table": table}, prefix)
+        attn = make(grid_size, spec, prefix)
         if backend == "unfused":
             attn.fused_attn = False
         else:
@@ -277,10 +282,13 @@ def test_unknown_backend_is_named():
 
 
 def test_explain_names_backend_and_bytes():
-    report = explain(torch.nn.ModuleDict({"attn": make((3, 5), "bias", 1)}))
-    assert [(r.backend, r.terms, r.grid) for r in report] == [("dense", "bias", "3x5")]
-    assert report[0].extra_bytes == HEADS * 8 * (16 * 16 + 15 * (3 + 5))
-    assert "additive bias" in str(report)
+    model = torch.nn.ModuleDict({"attn": make((3, 5), "bias", 1)})
+    report = explain(model)
+    assert [(r.backend, r.terms, r.grid) for r in report] == [("written", "bias", "3x5")]
+    report = explain(model.eval())
+    assert [r.backend for r in report] == ["dense"]
+    assert report[0].extra_bytes == HEADS * 8 * 16 * 16
+    assert "one additive bias; 16 tokens, fewer than 576" in str(report)
     assert explain(torch.nn.Linear(1, 1)) == []
 
 
@@ -382,9 +390,10 @@ def test_an_entry_beyond_the_clamp_shares_its_neighbours_value(table):
 @pytest.mark.parametrize("table", ["separable", "joint"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_entry_that_no_pair_reads_gets_exactly_no_gradient(backend, table):
-    if table == "joint" and backend in ("written", "folded", "blocked"):
+    spec = {"preset": ALL_TERMS, "table": table, "max_distance": (3, 4)}
+    if not can(backend, spec):
         pytest.skip(f"{backend} is for separable tables")
-    attn = make((2, 3), {"preset": ALL_TERMS, "table": table, "max_distance": (3, 4)}, backend=backend)
+    attn = make((2, 3), spec, backend=backend)
     attn(tokens((2, 3))).square().sum().backward()
     for name in ("bias", "query", "key", "value"):
         for parameter_name, parameter in attn.position.get_submodule(name).named_parameters():
@@ -405,7 +414,7 @@ def test_an_entry_that_no_pair_reads_gets_exactly_no_gradient(backend, table):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_half_precision_is_finite_and_near_float32(preset, backend, autocast, dtype):
-    if RelPos.of(preset).table == "joint" and backend in ("written", "folded", "blocked"):
+    if not can(backend, preset):
         pytest.skip(f"{backend} is for separable tables")
     if autocast and dtype == torch.float16 and not torch.amp.is_autocast_available("cpu"):
         pytest.skip("no autocast on this CPU")

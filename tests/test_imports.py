@@ -14,6 +14,7 @@ ORDER = [
     "position",
     "attend",
     "folded",
+    "written",
     "blocked",
     "backends",
     "attention",

@@ -106,16 +106,16 @@ def dense(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Attention with the position terms as one additive bias (B or 1, H, Lq, Lk). Returns (B, H, Lq, d).
+    """Fused attention with the position terms as one additive bias (B or 1, H, Lq, Lk). Returns (B, H, Lq, d).
 
-    One fused call, but for a value term, which needs the weights, and on a CPU for a bias that needs a gradient, which
-    the fused kernels do not give: then softmax is written out and its weights are kept for the backward pass.
+    A value term needs the weights, so that its softmax is written out.
     """
     bias = dense_bias(q, k, position, q_grid, k_grid)
     q, k = content_inputs(q, k, position, q_grid, k_grid)
     if "value" in position.terms:
-        weights = F.dropout(weights_of(q, k, bias, position.scales["content"], attn_mask), dropout_p)
-        return weigh(weights, v, position, q_grid, k_grid)
+        scores = (position.scales["content"] * q) @ k.mT
+        weights = masked_softmax(scores if bias is None else scores + bias, attn_mask)
+        return weigh(F.dropout(weights, dropout_p), v, position, q_grid, k_grid)
     return biased_attention(q, k, v, bias, position.scales["content"], attn_mask, dropout_p)
 
 
@@ -128,9 +128,7 @@ def biased_attention(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """``softmax(scale * q k^T + bias) v`` under a mask, fused where a fused kernel gives all gradients."""
-    if bias is not None and bias.requires_grad and q.device.type == "cpu":
-        return F.dropout(weights_of(q, k, bias, scale, attn_mask), dropout_p) @ v
+    """``softmax(scale * q k^T + bias) v`` under a mask."""
     visible = None
     if attn_mask is not None:
         shape = attn_mask.shape if bias is None else (*q.shape[:3], k.shape[2])
@@ -138,12 +136,6 @@ def biased_attention(
         bias, visible = mask_scores(bias.expand(shape), attn_mask)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
     return out if visible is None else out.masked_fill(~visible, 0)
-
-
-def weights_of(q: Tensor, k: Tensor, bias: Tensor | None, scale: float, attn_mask: Tensor | None = None) -> Tensor:
-    """``softmax(scale * q k^T + bias)`` over visible keys, (B, H, Lq, Lk)."""
-    scores = (scale * q) @ k.mT
-    return masked_softmax(scores if bias is None else scores.add_(bias), attn_mask)
 
 
 def dense_scores(q: Tensor, k: Tensor, position: Position, q_grid: Where, k_grid: Where) -> Tensor:

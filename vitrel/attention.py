@@ -10,7 +10,7 @@ from timm.layers import Attention
 from torch import Tensor, nn
 
 from vitrel import attend
-from vitrel.backends import BACKENDS, Case, check, choose, extra_numbers, traced
+from vitrel.backends import BACKENDS, Case, check, choose, extra_numbers, traced, why
 from vitrel.grid import Grid
 from vitrel.position import PositionTerms
 from vitrel.relpos import RelPos
@@ -147,8 +147,7 @@ class RelativeAttention2d(Attention):
                 dropout=dropout_p > 0,
                 mask_grad=attn_mask is not None and attn_mask.requires_grad,
             )
-            backend, _ = choose(self.backend, case)
-            out = BACKENDS[backend](q, k, v, position, grid, grid, attn_mask, dropout_p)
+            out = BACKENDS[choose(self.backend, case)](q, k, v, position, grid, grid, attn_mask, dropout_p)
         else:
             scores = attend.dense_scores(q, k, position, grid, grid)
             weights = self.attn_drop(attend.masked_softmax(scores, attn_mask))
@@ -239,12 +238,13 @@ def explain(model: nn.Module) -> Explanation:
         if isinstance(attn, RelativeAttention2d):
             terms = "+".join(attn.rel_pos.terms) or "none"
             grid = "x".join(map(str, attn.grid_size))
-            backend, why = "dense", "fused attention is off (timm.layers.set_fused_attn)"
+            backend, reason = "dense", "fused attention is off (timm.layers.set_fused_attn)"
             if attn.fused_attn:
-                backend, why = choose(attn.backend, _case(attn))
+                backend = choose(attn.backend, _case(attn))
+                reason = why(backend, _case(attn)) if attn.backend == "auto" else "asked for"
             numbers = extra_numbers(backend, _case(attn), attn.position_terms.axes, attn.grid_size, attn.head_dim)
             extra = numbers * attn.num_heads * attn.qkv.weight.element_size()
-            reports.append(BlockReport(name.removesuffix(".attn"), terms, grid, backend, why, extra))
+            reports.append(BlockReport(name.removesuffix(".attn"), terms, grid, backend, reason, extra))
     return reports
 
 

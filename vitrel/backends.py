@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from vitrel.attend import dense, reference
 from vitrel.blocked import block_numbers, blocked
-from vitrel.folded import folded, written
+from vitrel.folded import folded
 from vitrel.grid import Grid
 from vitrel.relpos import TERMS, RelPos
 from vitrel.tables import Axes
+from vitrel.written import written
 
 BACKENDS: dict[str, Callable[..., Tensor]] = {
     "reference": reference,
@@ -25,15 +26,15 @@ BACKENDS: dict[str, Callable[..., Tensor]] = {
     "blocked": blocked,
 }
 
-# Tokens from which the second form is faster than the dense one, or about as fast and much smaller, for separable
-# tables. Measured on 2 CPU cores (avx2) by
-#   python scripts/benchmark.py --what attention --backends dense blocked folded --grids 8 14 20 24 28 32 64
-# Nothing was measured on CUDA: its row takes the fold where the bias of a layer outgrows the rest of its activations.
-CROSSOVERS: dict[tuple[str, bool], tuple[int, str]] = {
-    ("cpu", False): (576, "blocked"),
-    ("cpu", True): (1024, "blocked"),
-    ("cuda", False): (1024, "folded"),
-    ("cuda", True): (1024, "folded"),
+# Tokens from which a separable scheme is faster, or as fast and much smaller, without its bias or weights being held.
+# CPU: 2 cores (avx2), the largest grid where the second form was slower lies below it, measured by
+#   python scripts/benchmark.py --what attention --backends dense written blocked folded --grids 8 14 20 24 28 32
+# CUDA: not measured; from here on the weights of a layer would outgrow its other activations.
+CROSSOVERS: dict[tuple[str, bool], int] = {
+    ("cpu", False): 576,
+    ("cpu", True): 1024,
+    ("cuda", False): 1024,
+    ("cuda", True): 1024,
 }
 
 
@@ -61,25 +62,41 @@ class Case:
     dropout: bool = False
     mask_grad: bool = False
 
+    def reads(self, *terms: str) -> bool:
+        """Whether one of these terms is on."""
+        return bool(set(terms) & set(self.rel_pos.terms))
+
     @property
-    def reads_tables(self) -> bool:
-        return self.rel_pos.prefix == "learned" or any(TERMS[t].reads for t in self.rel_pos.terms)
+    def adds_scores(self) -> bool:
+        """Whether anything but content, u and rotary terms is on."""
+        return self.reads("bias", "query", "key", "value") or self.rel_pos.prefix == "learned"
+
+    @property
+    def crossover(self) -> int:
+        return CROSSOVERS["cpu" if self.device == "cpu" else "cuda", self.grad]
+
+    @property
+    def joint(self) -> bool:
+        """Whether terms read joint tables."""
+        return self.rel_pos.table == "joint" and self.reads("bias", "query", "key", "value")
 
 
-def _joint(rel_pos: RelPos) -> str | None:
-    if rel_pos.table == "joint" and any(TERMS[t].reads for t in rel_pos.terms):
+def unsuited(backend: str, case: Case) -> str | None:
+    """Why a backend cannot serve a call; None if it can."""
+    if backend in ("folded", "blocked") and case.joint:
         return "needs one table per axis, and these are joint; set table='separable'"
-    return None
-
-
-def _blocked(case: Case) -> str | None:
-    if not case.full_grids:
+    if backend == "written" and case.reads("value") and (case.joint or not case.full_grids):
+        return "needs one table per axis and full grids for a value term"
+    if backend == "blocked" and not case.full_grids:
         return "needs full grids, and these are points"
-    if case.traced:
-        return "is a loop with a backward pass of its own, which torch.compile and torch.export cannot trace"
-    if case.dropout:
-        return "has no attention dropout; set attn_drop to 0"
-    return "gives a mask no gradient" if case.mask_grad else None
+    if backend in ("written", "blocked"):
+        if case.traced:
+            return "has a backward pass of its own, which torch.compile, torch.export and torch.func cannot trace"
+        if case.dropout:
+            return "has no attention dropout; set attn_drop to 0"
+        if case.mask_grad:
+            return "gives a mask no gradient"
+    return None
 
 
 def check(backend: str, rel_pos: RelPos) -> None:
@@ -92,13 +109,11 @@ def check(backend: str, rel_pos: RelPos) -> None:
         close = difflib.get_close_matches(backend, ["auto", *BACKENDS], n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"backend: {backend!r} is unknown, expected one of auto, {', '.join(BACKENDS)}{hint}")
-    reason = _joint(rel_pos) if backend in ("written", "folded", "blocked") else None
-    if reason:
-        raise ValueError(f"backend: {backend!r} {reason}, or use backend='auto'")
+    choose(backend, Case(rel_pos, tokens=1))
 
 
-def choose(backend: str, case: Case) -> tuple[str, str]:
-    """The backend to take and the reason.
+def choose(backend: str, case: Case) -> str:
+    """The backend to take.
 
     Args:
         backend: ``auto`` or a key of ``BACKENDS``.
@@ -107,24 +122,38 @@ def choose(backend: str, case: Case) -> tuple[str, str]:
     Raises:
         ValueError: If the backend is asked for and cannot serve this call, with the reason.
     """
-    if backend != "auto":
-        reason = _blocked(case) if backend == "blocked" else None
-        if reason:
-            raise ValueError(f"backend: 'blocked' {reason}, or use backend='auto'")
-        return backend, "asked for"
-    if not case.reads_tables:
-        return "dense", "nothing to add to the scores: plain fused attention"
-    if _joint(case.rel_pos):
-        return "dense", "joint tables: one additive bias"
-    tokens, second = CROSSOVERS.get((case.device, case.grad), CROSSOVERS["cuda", case.grad])
-    if not case.full_grids:
-        return "dense", "points: one additive bias"
-    if case.tokens < tokens:
-        return "dense", f"{case.tokens} tokens, fewer than {tokens}: one additive bias"
-    if second == "blocked" and _blocked(case):
-        return "folded", f"{case.tokens} tokens, at least {tokens}; blocked {_blocked(case)}"
-    what = {"blocked": "a few rows of queries at a time", "folded": "extra columns of q and k"}[second]
-    return second, f"{case.tokens} tokens, at least {tokens}: {what}"
+    if backend == "auto":
+        return next(name for name in _preferred(case) if unsuited(name, case) is None)
+    reason = unsuited(backend, case)
+    if reason:
+        raise ValueError(f"backend: {backend!r} {reason}, or use backend='auto'")
+    return backend
+
+
+def _preferred(case: Case) -> Iterator[str]:
+    """Backends from the best to the one that always serves."""
+    if case.adds_scores:
+        if case.tokens >= case.crossover:
+            if case.device == "cpu":
+                yield "blocked"
+            yield "folded"
+        if case.device == "cpu" and (case.grad or (case.reads("query", "key", "value") and not case.joint)):
+            yield "written"
+    yield "dense"
+
+
+def why(backend: str, case: Case) -> str:
+    """Why ``auto`` takes this backend."""
+    if not case.adds_scores:
+        return "nothing to add to the scores: plain fused attention"
+    few = "fewer than" if case.tokens < case.crossover else "at least"
+    how = {
+        "dense": "one additive bias",
+        "written": "softmax written out head by head",
+        "folded": "extra columns of q and k, no bias",
+        "blocked": "a few rows of queries at a time",
+    }[backend]
+    return f"{how}; {case.tokens} tokens, {few} {case.crossover}"
 
 
 def extra_numbers(backend: str, case: Case, axes: Axes, grid_size: tuple[int, int], head_dim: int) -> int:
@@ -145,8 +174,7 @@ def extra_numbers(backend: str, case: Case, axes: Axes, grid_size: tuple[int, in
     if backend == "folded":
         columns = (h + w) * len({"key" if t == "key" else "query" for t in reads if t != "value"})
         return profiles + 3 * tokens * max(columns, h + w)
-    written_out = "value" in reads or (case.device == "cpu" and case.grad)
-    return profiles + tokens * tokens * (2 if written_out else 1)
+    return profiles + tokens * tokens * (2 if backend == "dense" and "value" in reads else 1)
 
 
 def traced() -> bool:
