@@ -21,6 +21,7 @@ from torch import Tensor
 from vitrel.attend import content_inputs, gather_scores, mask_scores, scatter_values, table_queries
 from vitrel.grid import Where, offsets
 from vitrel.position import Position
+from vitrel.tables import Axes
 
 
 def folded(
@@ -59,7 +60,7 @@ def _widened(
         q_parts.append(F.pad(q_column, (0, 0, q_prefix, 0)))
         k_parts.append(F.pad(k_column, (0, 0, k_prefix, 0)))
     if "value" in position.terms:
-        v_parts += [F.pad(column, (0, 0, k_prefix, 0)) for column in one_hot_lines(k_grid, v)]
+        v_parts += [F.pad(column, (0, 0, k_prefix, 0)) for column in one_hot_lines(k_grid, v.device, v.dtype)]
     if position.prefix is not None:
         q_column, k_column = _prefix_columns(position.prefix, q_prefix, k_prefix, q.shape[2], k.shape[2])
         q_parts.append(q_column)
@@ -75,7 +76,10 @@ def _narrowed(out: Tensor, width: int, position: Position, q_grid: Where, k_grid
     q_prefix, box = out.shape[2] - q_grid.patches, k_grid.box
     on_rows, on_cols = out[:, :, q_prefix:, width : width + box.rows + box.cols].split([box.rows, box.cols], -1)
     by_line = zip(
-        (on_rows, on_cols), position.tables["value"], line_entries(position, q_grid, k_grid, out.device), strict=True
+        (on_rows, on_cols),
+        position.tables["value"],
+        line_entries(position.axes, q_grid, k_grid, out.device),
+        strict=True,
     )
     by_row, by_col = (scatter_values(mass, table, entry[:, None]) for mass, table, entry in by_line)
     return out[..., :width] + F.pad(by_row + by_col, (0, 0, q_prefix, 0)).to(out.dtype)
@@ -93,19 +97,21 @@ def _score_columns(
     """Columns of q and of k whose products sum to the terms that read tables, between patches."""
     columns: list[tuple[Tensor, Tensor]] = []
     if {"bias", "query"} & set(position.terms):
-        columns += zip(_query_columns(q, position, q_grid, k_grid), one_hot_lines(k_grid, k), strict=True)
+        columns += zip(
+            _query_columns(q, position, q_grid, k_grid), one_hot_lines(k_grid, k.device, k.dtype), strict=True
+        )
     if "key" in position.terms:
-        entries = line_entries(position, k_grid, q_grid, k.device, sign=-1)
+        entries = line_entries(position.axes, k_grid, q_grid, k.device, sign=-1)
         tables = zip(position.tables["key"], entries, strict=True)
         profiles = [gather_scores(position.scales["key"] * k, table, entry[:, None]) for table, entry in tables]
-        columns += zip(one_hot_lines(q_grid, q), profiles, strict=True)
+        columns += zip(one_hot_lines(q_grid, q.device, q.dtype), profiles, strict=True)
     return columns
 
 
 def _query_columns(q: Tensor, position: Position, q_grid: Where, k_grid: Where) -> list[Tensor]:
     """(B or 1, H, Lq, key rows) and (B or 1, H, Lq, key columns)."""
     columns = []
-    for axis, entry in enumerate(line_entries(position, q_grid, k_grid, q.device)):
+    for axis, entry in enumerate(line_entries(position.axes, q_grid, k_grid, q.device)):
         bias = position.tables["bias"][axis][:, None] if "bias" in position.terms else None
         if "query" in position.terms:
             columns.append(
@@ -116,24 +122,21 @@ def _query_columns(q: Tensor, position: Position, q_grid: Where, k_grid: Where) 
     return columns
 
 
-def line_entries(
-    position: Position, grid: Where, lines: Where, device: torch.device, sign: int = 1
-) -> tuple[Tensor, Tensor]:
+def line_entries(axes: Axes, grid: Where, lines: Where, device: torch.device, sign: int = 1) -> tuple[Tensor, Tensor]:
     """Table entry of each patch towards each row, and each column, of the other grid: (B or 1, L, rows or columns).
 
     ``sign`` is -1 where the patches are the keys: Δ is query minus key.
     """
     at, box = grid.coords(device), lines.box
     rows, cols = offsets(at[..., 0], box.row_coords(device)), offsets(at[..., 1], box.col_coords(device))
-    return position.axes[0].index(sign * rows), position.axes[1].index(sign * cols)
+    return axes[0].index(sign * rows), axes[1].index(sign * cols)
 
 
-def one_hot_lines(where: Where, like: Tensor) -> tuple[Tensor, Tensor]:
+def one_hot_lines(where: Where, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """One-hot row and one-hot column of each patch, (B or 1, 1, L, rows) and (B or 1, 1, L, columns)."""
-    box, at = where.box, where.coords(like.device)
-    rows = at[..., :1] == box.row_coords(like.device)
-    cols = at[..., 1:] == box.col_coords(like.device)
-    return rows[:, None].to(like.dtype), cols[:, None].to(like.dtype)
+    box, at = where.box, where.coords(device)
+    rows, cols = at[..., :1] == box.row_coords(device), at[..., 1:] == box.col_coords(device)
+    return rows[:, None].to(dtype), cols[:, None].to(dtype)
 
 
 def _prefix_columns(

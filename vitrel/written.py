@@ -8,6 +8,7 @@ pass that is written out as well.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from vitrel.attend import content_inputs, dense_bias, mask_scores, prefix_bias
 from vitrel.folded import line_entries, one_hot_lines
 from vitrel.grid import Grid, Where
 from vitrel.position import Position
+from vitrel.tables import Axes
 
 
 def written(
@@ -44,7 +46,7 @@ def written(
     q_prefix, k_prefix = q.shape[2] - q_grid.patches, k.shape[2] - k_grid.patches
     lines = None
     if isinstance(q_grid, Grid) and isinstance(k_grid, Grid) and _separable(position):
-        lines = _Lines.of(position, q_grid, k_grid, q_prefix, k_prefix, like=q)
+        lines = _lines(position, q_grid, k_grid, q_prefix, k_prefix, like=q)
     if "value" in terms and lines is None:
         raise ValueError("backend: 'written' needs separable tables on full grids for a value term; use backend='auto'")
     bias = q_table = q_bias = k_table = None
@@ -108,24 +110,32 @@ class _Lines:
     q_lines: Tensor
     k_lines: Tensor
 
-    @classmethod
-    def of(cls, position: Position, q_grid: Grid, k_grid: Grid, q_prefix: int, k_prefix: int, like: Tensor) -> _Lines:
-        entries = []
-        for grid, lines, sign in ((q_grid, k_grid, 1), (k_grid, q_grid, -1)):
-            rows, cols = line_entries(position, grid, lines, like.device, sign)
-            entries.append(torch.cat([rows, cols + position.axes[0].entries], -1)[0])
-        wide = torch.empty(0, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-        hot = [
-            F.pad(torch.cat(one_hot_lines(grid, wide), -1)[0, 0], (0, 0, prefix, 0))
-            for grid, prefix in ((q_grid, q_prefix), (k_grid, k_prefix))
-        ]
-        return cls(q_prefix, k_prefix, *entries, *hot)
+
+def _lines(position: Position, q_grid: Grid, k_grid: Grid, q_prefix: int, k_prefix: int, like: Tensor) -> _Lines:
+    wide = torch.promote_types(like.dtype, torch.float32)
+    make = _make_lines if type(like) is Tensor else _make_lines.__wrapped__  # a fake or functional tensor is not kept
+    return make(position.axes, q_grid, k_grid, q_prefix, k_prefix, like.device, wide)
+
+
+@lru_cache(maxsize=32)
+def _make_lines(
+    axes: Axes, q_grid: Grid, k_grid: Grid, q_prefix: int, k_prefix: int, device: torch.device, dtype: torch.dtype
+) -> _Lines:
+    entries, hot = [], []
+    for grid, lines, sign in ((q_grid, k_grid, 1), (k_grid, q_grid, -1)):
+        rows, cols = line_entries(axes, grid, lines, device, sign)
+        entries.append(torch.cat([rows, cols + axes[0].entries], -1)[0])
+    for grid, prefix in ((q_grid, q_prefix), (k_grid, k_prefix)):
+        hot.append(F.pad(torch.cat(one_hot_lines(grid, device, dtype), -1)[0, 0], (0, 0, prefix, 0)))
+    return _Lines(q_prefix, k_prefix, *entries, *hot)
 
 
 def _profile(x: Tensor, table: Tensor, free: Tensor | None, entries: Tensor, prefix: int) -> Tensor:
     """Scores of tokens (B, L, d) towards the other grid's lines, (B, L, lines), 0 for prefix tokens."""
-    per_entry = F.linear(x[:, prefix:], table, free)
-    return F.pad(per_entry.gather(-1, entries.expand(len(x), -1, -1)), (0, 0, prefix, 0))
+    patches = x[:, prefix:].reshape(-1, x.shape[-1])
+    per_entry = patches @ table.T if free is None else torch.addmm(free, patches, table.T)
+    profile = per_entry.view(len(x), -1, len(table)).gather(-1, entries.expand(len(x), -1, -1))
+    return F.pad(profile, (0, 0, prefix, 0)) if prefix else profile
 
 
 def _per_entry(profile: Tensor, entries: Tensor, prefix: int, count: int) -> Tensor:
@@ -153,7 +163,8 @@ class _Written(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         batch, heads, length, _ = q.shape
         keys = k.shape[2]
-        weights = q.new_empty(heads, batch, length, keys, dtype=wide)
+        keep = any(ctx.needs_input_grad)
+        weights = q.new_empty(heads if keep else 1, batch, length, keys, dtype=wide)
         scores = q.new_empty(batch, length, keys, dtype=wide)
         out = v.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
         on_entries = []
@@ -173,14 +184,15 @@ class _Written(torch.autograd.Function):
                     x = ks if raw_k is None else raw_k[:, h].to(wide)
                     profile = _profile(x, k_table[h].to(wide), None, lines.k_entries, lines.k_prefix)
                     scores.baddbmm_(lines.q_lines.expand(batch, -1, -1), profile.mT)
+                kept = weights[h if keep else 0]
                 if attn_mask is None:
-                    torch.softmax(scores, -1, out=weights[h])
+                    torch.softmax(scores, -1, out=kept)
                 else:
                     masked, visible = mask_scores(scores, _head(attn_mask, h))
-                    torch.softmax(masked, -1, out=weights[h]).masked_fill_(~visible, 0)
-                result = torch.bmm(weights[h], vs)
+                    torch.softmax(masked, -1, out=kept).masked_fill_(~visible, 0)
+                result = torch.bmm(kept, vs)
                 if v_table is not None:
-                    mass = torch.bmm(weights[h], lines.k_lines.expand(batch, -1, -1))
+                    mass = torch.bmm(kept, lines.k_lines.expand(batch, -1, -1))
                     on_entries.append(_per_entry(mass, lines.q_entries, lines.q_prefix, v_table.shape[1]))
                     result[:, lines.q_prefix :] += on_entries[-1] @ v_table[h].to(wide)
                 out[:, h] = result
