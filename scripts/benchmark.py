@@ -246,10 +246,17 @@ def peak(run: Run, device: str) -> float:
         raise ValueError("--what memory: needs Linux (/proc/self/clear_refs) or --device cuda")
     read = lambda key: int(status.read_text().split(key)[1].split()[0]) / 1e3  # noqa: E731
     gc.collect()
-    marks.write_whole("5")
+    marks.write_text("5")
     before = read("VmRSS:")
     run()
     return read("VmHWM:") * 1.024 - before * 1.024
+
+
+def _fresh(command: list[str]) -> float:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(done.stderr.strip().splitlines()[-1])
+    return float(done.stdout.splitlines()[-1])
 
 
 def memory(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -282,10 +289,7 @@ def memory(args: argparse.Namespace) -> list[dict[str, Any]]:
                     *ours,
                 ]
                 command += ["--device", args.device, "--dtype", args.dtype, *(["--peers"] if name in peers else [])]
-                found = [
-                    float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-                    for _ in range(min(args.repeats, 3))
-                ]
+                found = [_fresh(command) for _ in range(min(args.repeats, 3))]
                 plain = statistics.median(found) if name == "none" else plain
                 what = {"grid": f"{grid}x{grid}", "pass": "forward+backward" if grad else "forward", "name": name}
                 rows.append({**what, "peak MB": statistics.median(found), "extra MB": statistics.median(found) - plain})

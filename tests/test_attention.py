@@ -288,7 +288,7 @@ def test_explain_names_backend_and_bytes():
     report = explain(model.eval())
     assert [r.backend for r in report] == ["dense"]
     assert report[0].extra_bytes == HEADS * 8 * 16 * 16
-    assert "one additive bias; 16 tokens, fewer than 576" in str(report)
+    assert "one additive bias; 16 tokens, fewer than 1156" in str(report)
     assert explain(torch.nn.Linear(1, 1)) == []
 
 

@@ -30,11 +30,13 @@ BACKENDS: dict[str, Callable[..., Tensor]] = {
 # CPU: 2 cores (avx2), the largest grid where the second form was slower lies below it, measured by
 #   python scripts/benchmark.py --what attention --backends dense written blocked folded --grids 8 14 20 24 28 32
 # CUDA: not measured; from here on the weights of a layer would outgrow its other activations.
-CROSSOVERS: dict[tuple[str, bool], int] = {
-    ("cpu", False): 576,
-    ("cpu", True): 1024,
-    ("cuda", False): 1024,
-    ("cuda", True): 1024,
+CROSSOVERS: dict[tuple[str, str], int] = {
+    ("cpu", "training"): 1024,
+    ("cpu", "inference, terms that depend on the input"): 400,
+    ("cpu", "inference, a bias that is kept"): 1156,
+    ("cuda", "training"): 1024,
+    ("cuda", "inference, terms that depend on the input"): 1024,
+    ("cuda", "inference, a bias that is kept"): 1024,
 }
 
 
@@ -73,7 +75,11 @@ class Case:
 
     @property
     def crossover(self) -> int:
-        return CROSSOVERS["cpu" if self.device == "cpu" else "cuda", self.grad]
+        mode = "training"
+        if not self.grad:
+            free = not self.reads("query", "key", "value")
+            mode = "inference, a bias that is kept" if free else "inference, terms that depend on the input"
+        return CROSSOVERS["cpu" if self.device == "cpu" else "cuda", mode]
 
     @property
     def joint(self) -> bool:
