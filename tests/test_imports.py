@@ -17,12 +17,15 @@ ORDER = [
     "blocked",
     "backends",
     "attention",
+    "eva",
+    "family",
     "vit",
     "zoo",
     "maps",
     "plots",
     "originals",
     "convert",
+    "relativize",
 ]
 HEAVY = ["pytorch_lightning", "albumentations", "wandb", "matplotlib", "sklearn", "jsonargparse", "torchmetrics"]
 
