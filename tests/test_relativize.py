@@ -179,6 +179,16 @@ def test_a_padded_batch_of_mixed_grids_gives_what_each_picture_gives(body, rel_p
     torch.testing.assert_close(model(padded(pictures)), expected, rtol=0, atol=atol)
 
 
+@pytest.mark.parametrize("backend", ["folded", "reference"])
+@torch.no_grad()
+def test_backends_agree_on_padded_batches(backend):
+    batch = padded([image(size, batch=1) for size in PICTURES])
+    for x in (batch, image()):
+        expected = relative("naflex", "txl+bias+value", grid_size=(4, 5))(x)
+        got = relative("naflex", "txl+bias+value", grid_size=(4, 5), backend=backend)(x)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
 @torch.no_grad()
 def test_patches_in_any_order_have_their_coordinates():
     model = relative("naflex", keep_absolute=False, grid_size=(4, 5))
@@ -423,10 +433,12 @@ def test_the_absolute_embedding_is_dropped(body):
         assert model(image((24, 32))).shape == (2, 5)
 
 
-@pytest.mark.parametrize("body", BODIES)
+SEPARATE = pytest.mark.xfail(raises=AttributeError, strict=True, reason="bias_maps reads attn.qkv, which is None here")
+SEPARATE_BODIES = ("eva, separate", "rope, grouped")
+
+
+@pytest.mark.parametrize("body", [pytest.param(b, marks=[SEPARATE] * (b in SEPARATE_BODIES)) for b in BODIES])
 def test_maps_explain_and_coverage(body):
-    if body in ("eva, separate", "rope, grouped"):
-        pytest.skip("bias_maps asks for the device of a fused projection, which this body has not")
     model = relative(body, grid_size=(3, 5)) if body in NAFLEX else relative(body)
     maps, report = vitrel.bias_maps(model), vitrel.explain(model)
     blocks = [f"blocks.{i}.attns.{j}" for i in range(3) for j in range(2)] if body == "parallel" else None
