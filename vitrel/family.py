@@ -36,12 +36,8 @@ class RelativeModel(nn.Module):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """Names of the parameters that should not decay: timm's own and ``position_parameters()``.
-
-        With a pattern for timm's optimizers, which finds them below a wrapper such as ``torch.compile``'s too.
-        """
-        named = super().no_weight_decay()  # type: ignore[misc]  # timm's
-        return named | position_parameters(self) | {"*.attn.position.*"}
+        """Names of the parameters that should not decay: timm's own and ``position_parameters()``."""
+        return super().no_weight_decay() | position_parameters(self)  # type: ignore[misc]  # timm's
 
     def relative_attentions(self) -> list[RelativeAttention2d]:
         """The relative attentions, in order."""
