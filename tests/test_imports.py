@@ -18,12 +18,15 @@ ORDER = [
     "blocked",
     "backends",
     "attention",
+    "eva",
+    "family",
     "vit",
     "zoo",
     "maps",
     "plots",
     "originals",
     "convert",
+    "relativize",
 ]
 HEAVY = ["pytorch_lightning", "albumentations", "wandb", "matplotlib", "sklearn", "jsonargparse", "torchmetrics"]
 

@@ -7,7 +7,7 @@ import timm
 import torch
 
 from vitrel.training.fileio import ConfigError
-from vitrel.training.model import build_model, check_model, position_parameters, save_model_folder
+from vitrel.training.model import build_model, check_model, save_model_folder
 from vitrel.training.settings import ModelConfig
 
 SMALL = {"depth": 2, "embed_dim": 16, "num_heads": 2}
@@ -57,12 +57,6 @@ def test_a_run_may_start_from_a_model_folder(tmp_path):
     wider = build_model(start, 5)
     assert wider.head.weight.shape == (5, 16)
     assert torch.equal(wider.patch_embed.proj.weight, model.patch_embed.proj.weight)
-
-
-def test_position_parameters_of_other_models_are_none():
-    assert position_parameters(timm.create_model("resnet18")) == set()
-    assert position_parameters(noisy(rel_pos="none")) == set()
-    assert len(position_parameters(noisy(rel_pos="bias"))) == 4  # two axes in each of two blocks
 
 
 def test_what_the_run_sets_is_not_set_twice():

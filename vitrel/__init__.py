@@ -10,13 +10,26 @@ from typing import TYPE_CHECKING, Any
 from vitrel import zoo as _zoo  # noqa: F401  registers the models with timm
 from vitrel.attention import RelativeAttention2d, explain
 from vitrel.convert import from_timm
+from vitrel.family import position_parameters
 from vitrel.maps import bias_maps, coverage
+from vitrel.relativize import plain, relativize
 from vitrel.relpos import RelPos
 
 if TYPE_CHECKING:
     from vitrel.plots import plot_bias_maps
 
-__all__ = ["RelPos", "RelativeAttention2d", "bias_maps", "coverage", "explain", "from_timm", "plot_bias_maps"]
+__all__ = [
+    "RelPos",
+    "RelativeAttention2d",
+    "bias_maps",
+    "coverage",
+    "explain",
+    "from_timm",
+    "plain",
+    "plot_bias_maps",
+    "position_parameters",
+    "relativize",
+]
 __version__ = "0.1.0"
 
 

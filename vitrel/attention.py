@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from timm.layers import Attention
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from vitrel import attend
 from vitrel.backends import BACKENDS, Case, check, choose, extra_numbers, traced, why
-from vitrel.grid import Grid
-from vitrel.position import PositionTerms
+from vitrel.grid import Grid, Where
+from vitrel.position import Position, PositionTerms
 from vitrel.relpos import RelPos
 
 
@@ -25,12 +25,15 @@ class RelativeAttention2d(Attention):
         grid_size: (h, w) in patches.
         rel_pos: A ``RelPos``, a name such as ``"txl"`` or ``"txl+bias"``, or a mapping of its fields.
         num_prefix_tokens: Tokens before the patches (class token, registers); no term but content and u reaches them.
-        backend: ``auto`` (by measured crossovers), or ``dense``, ``folded``, ``blocked``, ``reference``.
+        backend: ``auto`` (by measured crossovers), ``dense``, ``written``, ``folded``, ``blocked`` or ``reference``.
         **kwargs: Further arguments of timm's ``Attention``.
 
     Raises:
         ValueError: For an unknown scheme or backend, or a backend that cannot serve the scheme.
     """
+
+    plain_class: ClassVar[type[nn.Module]] = Attention
+    """What it is without position, and what ``from_attention`` takes."""
 
     def __init__(
         self,
@@ -51,21 +54,23 @@ class RelativeAttention2d(Attention):
             raise ValueError(f"grid_size: expected (h, w) in patches, each at least 1, got {grid_size!r}")
         if num_prefix_tokens < 0:
             raise ValueError(f"num_prefix_tokens: expected at least 0, got {num_prefix_tokens}")
-        self.grid_size = (int(grid_size[0]), int(grid_size[1]))
-        self.num_prefix_tokens = num_prefix_tokens
+        self._relate(spec, (int(grid_size[0]), int(grid_size[1])), num_prefix_tokens, backend)
+        self.position: PositionTerms | None = PositionTerms(
+            spec, dim, self.num_heads, self.head_dim, self.grid_size, device=device, dtype=dtype
+        )
+
+    def _relate(self, spec: RelPos, grid_size: tuple[int, int], num_prefix_tokens: int, backend: str) -> None:
         check(backend, spec)
+        self.grid_size, self.num_prefix_tokens = grid_size, num_prefix_tokens
         self.backend, self._spec = backend, spec
-        self.position: PositionTerms | None = self._new_position(dim, device, dtype)
+        self.places: Where | None = None  # where the patches of this batch lie, if not on the grid of the tables
         # In a tuple, so that a position held by another layer is not registered (and saved) here again.
         self._shared: tuple[PositionTerms, ...] = ()
-
-    def _new_position(self, dim: int, device: torch.device | str | None, dtype: torch.dtype | None) -> PositionTerms:
-        return PositionTerms(self._spec, dim, self.num_heads, self.head_dim, self.grid_size, device=device, dtype=dtype)
 
     @classmethod
     def from_attention(
         cls,
-        attn: Attention,
+        attn: nn.Module,
         *,
         grid_size: tuple[int, int],
         rel_pos: Any = "bias",
@@ -73,30 +78,40 @@ class RelativeAttention2d(Attention):
         backend: str = "auto",
         shared: PositionTerms | None = None,
     ) -> RelativeAttention2d:
-        """A relative attention that takes over the layers (not copies) of a timm ``Attention``.
+        """A relative attention with the layers (not copies) of a timm attention, which stays as it is.
 
         Args:
+            attn: Of the class ``plain_class``.
             shared: Position parameters that another layer holds, to be read by this one too.
+
+        Raises:
+            TypeError: If ``attn`` is of another class, whose forward pass may differ.
         """
-        weight = attn.qkv.weight
-        new = cls(
-            attn.qkv.in_features,
-            attn.num_heads,
-            attn_head_dim=attn.head_dim,
-            grid_size=grid_size,
-            rel_pos=rel_pos,
-            num_prefix_tokens=num_prefix_tokens,
-            backend=backend,
-            device="meta",
-        )
-        if shared is None:
-            new.position = new._new_position(attn.qkv.in_features, weight.device, weight.dtype)
-        else:
+        if type(attn) is not cls.plain_class:
+            raise TypeError(f"from_attention: expected a {cls.plain_class.__name__}, got {type(attn).__name__}")
+        new = _same_layers(attn, cls)
+        assert isinstance(new, RelativeAttention2d)
+        new._relate(RelPos.of(rel_pos), (int(grid_size[0]), int(grid_size[1])), num_prefix_tokens, backend)
+        if shared is not None:
             new.position, new._shared = None, (shared,)
-        for name, child in attn.named_children():
-            setattr(new, name, child)
-        new.fused_attn = attn.fused_attn  # type: ignore[misc]  # timm marks it Final for scripting
-        return new.train(attn.training)
+            return new
+        weight, dim = new.proj.weight, new._inputs.in_features
+        new.position = PositionTerms(
+            new._spec, dim, new.num_heads, new.head_dim, new.grid_size, device=weight.device, dtype=weight.dtype
+        ).train(new.training)
+        return new
+
+    def to_attention(self) -> nn.Module:
+        """The timm attention with the same layers (not copies) and without position."""
+        plain = _same_layers(self, self.plain_class)
+        # num_prefix_tokens stays: timm's rotary attentions have it themselves
+        for name in ("position", "grid_size", "_spec", "backend", "places", "_shared"):
+            delattr(plain, name)
+        return plain
+
+    @property
+    def _inputs(self) -> nn.Linear:
+        return self.qkv
 
     @property
     def rel_pos(self) -> RelPos:
@@ -127,15 +142,9 @@ class RelativeAttention2d(Attention):
             ValueError: If L is not that of the grid, the mask does not fit, or the backend asked for cannot serve the
                 call.
         """
-        q, k, v = self._qkv(x)
-        attn_mask = self._check_mask(attn_mask, x)
-        if is_causal:
-            causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
-            if attn_mask is None or attn_mask.dtype == torch.bool:
-                attn_mask = causal if attn_mask is None else attn_mask & causal
-            else:
-                attn_mask = attn_mask.masked_fill(~causal, -torch.inf)
-        grid, position = Grid(*self.grid_size), self.position_terms(self.grid_size)
+        where, position = self._where(attn_mask)
+        q, k, v = self._qkv(x, where)
+        attn_mask = self._mask(x, attn_mask, is_causal)
         if self.fused_attn:
             dropout_p = self.attn_drop.p if self.training else 0.0
             case = Case(
@@ -143,19 +152,48 @@ class RelativeAttention2d(Attention):
                 x.shape[1],
                 x.device.type,
                 grad=torch.is_grad_enabled(),
+                full_grids=isinstance(where, Grid),
                 traced=traced(),
                 dropout=dropout_p > 0,
                 mask_grad=attn_mask is not None and attn_mask.requires_grad,
             )
-            out = BACKENDS[choose(self.backend, case)](q, k, v, position, grid, grid, attn_mask, dropout_p)
+            out = BACKENDS[self.choose(case)](q, k, v, position, where, where, attn_mask, dropout_p)
         else:
-            scores = attend.dense_scores(q, k, position, grid, grid)
+            scores = attend.dense_scores(q, k, position, where, where)
             weights = self.attn_drop(attend.masked_softmax(scores, attn_mask))
-            out = attend.weigh(weights, v, position, grid, grid)
-        out = self.norm(out.transpose(1, 2).reshape(*x.shape[:2], self.attn_dim))
+            out = attend.weigh(weights, v, position, where, where)
+        return self._project(out, x)
+
+    def choose(self, case: Case) -> str:
+        """The backend that a call takes."""
+        return choose(self.backend, case)
+
+    def why(self, backend: str, case: Case) -> str:
+        """Why a call takes this backend."""
+        return why(backend, case) if self.backend == "auto" else "asked for"
+
+    def _where(self, attn_mask: Tensor | None) -> tuple[Where, Position]:
+        # Coordinates come with the mask: under checkpointing a block runs again later, and gets its own mask again.
+        places = getattr(attn_mask, "places", self.places)
+        if places is not None:
+            return places, self.position_terms()
+        return Grid(*self.grid_size), self.position_terms(self.grid_size)
+
+    def _project(self, out: Tensor, x: Tensor) -> Tensor:
+        """The output layers: heads (B, H, L, d) to (B, L, D), gated by the input x."""
+        out = self.norm(out.transpose(1, 2).flatten(2))
         if self.gate is not None:
             out = out * self.gate(x).sigmoid()
         return self.proj_drop(self.proj(out))
+
+    def _mask(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor | None:
+        attn_mask = self._check_mask(attn_mask, x)
+        if not is_causal:
+            return attn_mask
+        causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+        if attn_mask is None or attn_mask.dtype == torch.bool:
+            return causal if attn_mask is None else attn_mask & causal
+        return attn_mask.masked_fill(~causal, -torch.inf)
 
     def _check_mask(self, attn_mask: Tensor | None, x: Tensor) -> Tensor | None:
         if attn_mask is None:
@@ -171,31 +209,39 @@ class RelativeAttention2d(Attention):
 
     def scores(self, x: Tensor) -> Tensor:
         """Scores before mask and softmax by the readable reference, (B, H, L, L)."""
-        q, k, _ = self._qkv(x)
-        grid = Grid(*self.grid_size)
-        return attend.reference_scores(q, k, self.position_terms(self.grid_size), grid, grid)
+        return torch.stack(list(self.terms(x).values())).sum(0)
 
     def terms(self, x: Tensor) -> dict[str, Tensor]:
         """Each term's summand of ``scores(x)``: term name to (B, H, L, L), ``content`` first.
 
         ``rotary`` is what turning changes of the content term. ``value`` acts on the output and has no summand.
         """
-        q, k, _ = self._qkv(x)
-        grid = Grid(*self.grid_size)
-        return attend.reference_terms(q, k, self.position_terms(self.grid_size), grid, grid)
+        where, position = self._where(None)
+        q, k, _ = self._qkv(x, where)
+        return attend.reference_terms(q, k, position, where, where)
 
-    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        h, w = self.grid_size
+    def _qkv(self, x: Tensor, where: Where) -> tuple[Tensor, Tensor, Tensor]:
         if x.ndim != 3:
             raise ValueError(f"x: expected shape (B, L, D), got {tuple(x.shape)}")
-        if x.shape[1] != self.num_prefix_tokens + h * w:
+        if x.shape[1] != self.num_prefix_tokens + where.patches:
+            size = f"{where.rows}x{where.cols}" if isinstance(where, Grid) else where.patches
             raise ValueError(
-                f"x has {x.shape[1]} tokens, expected {self.num_prefix_tokens} prefix tokens and {h}x{w} patches "
-                f"({self.num_prefix_tokens + h * w}); set grid_size and num_prefix_tokens to what x holds"
+                f"x has {x.shape[1]} tokens, expected {self.num_prefix_tokens} prefix tokens and {size} patches "
+                f"({self.num_prefix_tokens + where.patches}); set grid_size and num_prefix_tokens to what x holds"
             )
-        qkv = self.qkv(x).reshape(*x.shape[:2], 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv.unbind(0)
+        q, k, v = self._heads(x)
         return self.q_norm(q), self.k_norm(k), v
+
+    def _heads(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values before their norms, each (B, H, L, d)."""
+        return self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def _same_layers(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    """A module of another class with the attributes, parameters and layers (not copies) of ``module``."""
+    new = kind.__new__(kind)
+    new.__dict__.update({k: v.copy() if isinstance(v, (dict, set)) else v for k, v in module.__dict__.items()})
+    return new
 
 
 @dataclass(frozen=True)
@@ -240,10 +286,10 @@ def explain(model: nn.Module) -> Explanation:
             grid = "x".join(map(str, attn.grid_size))
             backend, reason = "dense", "fused attention is off (timm.layers.set_fused_attn)"
             if attn.fused_attn:
-                backend = choose(attn.backend, _case(attn))
-                reason = why(backend, _case(attn)) if attn.backend == "auto" else "asked for"
+                backend = attn.choose(_case(attn))
+                reason = attn.why(backend, _case(attn))
             numbers = extra_numbers(backend, _case(attn), attn.position_terms.axes, attn.grid_size, attn.head_dim)
-            extra = numbers * attn.num_heads * attn.qkv.weight.element_size()
+            extra = numbers * attn.num_heads * attn.proj.weight.element_size()
             reports.append(BlockReport(name.removesuffix(".attn"), terms, grid, backend, reason, extra))
     return reports
 
@@ -251,4 +297,4 @@ def explain(model: nn.Module) -> Explanation:
 def _case(attn: RelativeAttention2d) -> Case:
     tokens = attn.num_prefix_tokens + attn.grid_size[0] * attn.grid_size[1]
     dropout = attn.training and attn.attn_drop.p > 0
-    return Case(attn.rel_pos, tokens, attn.qkv.weight.device.type, grad=attn.training, dropout=dropout)
+    return Case(attn.rel_pos, tokens, attn.proj.weight.device.type, grad=attn.training, dropout=dropout)

@@ -73,7 +73,7 @@ def coverage(model: nn.Module) -> dict[str, Coverage]:
 
 def _input_free_map(attn: RelativeAttention2d, terms: list[str]) -> Tensor:
     position, (h, w) = attn.position_terms(attn.grid_size), attn.grid_size
-    device = attn.qkv.weight.device
+    device = attn.proj.weight.device
     dy = torch.arange(-(h - 1), h, device=device)[:, None].expand(-1, 2 * w - 1)
     dx = torch.arange(-(w - 1), w, device=device)[None].expand(2 * h - 1, -1)
     nothing = torch.empty(0, device=device)

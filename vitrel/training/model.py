@@ -64,12 +64,6 @@ def check_model(config: ModelConfig) -> None:
         build_model(ModelConfig(**{**vars(config), "pretrained": False, "checkpoint": None}), num_classes=2)
 
 
-def position_parameters(model: nn.Module) -> set[str]:
-    """Names of the model's position parameters; empty for a model that has none."""
-    names = getattr(model, "position_parameters", None)
-    return set(names()) if callable(names) else set()
-
-
 def save_model_folder(
     model: nn.Module, folder: Path, label_names: Sequence[str], data_config: Mapping[str, Any]
 ) -> None:

@@ -15,8 +15,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
+import vitrel
 from vitrel.training.config import from_dict
-from vitrel.training.model import build_model, position_parameters
+from vitrel.training.model import build_model
 from vitrel.training.settings import ModelConfig, OptimConfig, TrainConfig
 from vitrel.training.transforms import mix_transform
 
@@ -137,7 +138,7 @@ def parameter_groups(net: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]
         optim: The optimizer settings.
     """
     named = getattr(net, "no_weight_decay", set)
-    position_names = position_parameters(net)
+    position_names = vitrel.position_parameters(net)
     position = {id(p): p for n, p in net.named_parameters() if n in position_names and p.requires_grad}
     groups = param_groups_weight_decay(net, optim.weight_decay, no_weight_decay_list=set(named()))
     for group in groups:
