@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from timm.layers import Attention
+from timm.layers import Attention, register_notrace_module
 from torch import Tensor, nn
 
 from vitrel import attend
@@ -16,6 +16,7 @@ from vitrel.position import PositionTerms
 from vitrel.relpos import TERMS, RelPos
 
 
+@register_notrace_module  # torch.fx sees one node: what runs depends on the number of tokens, which a trace has not
 class RelativeAttention2d(Attention):
     """timm's ``Attention`` with relative position terms between the patches of a grid.
 

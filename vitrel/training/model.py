@@ -11,7 +11,7 @@ from typing import Any
 
 import timm
 import torch
-from timm.models import get_model_args, save_for_hf
+from timm.models import save_for_hf
 from torch import nn
 
 import vitrel
@@ -85,15 +85,11 @@ def save_model_folder(
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    arguments = dict(get_model_args(model))
-    if "rel_pos" in arguments:
-        arguments["rel_pos"] = vitrel.RelPos.of(arguments["rel_pos"]).as_dict()
     try:
         save_for_hf(
             model,
             str(beside),
             model_config={"label_names": list(label_names)},
-            model_args=arguments,
             safe_serialization=True,
             data_config=dict(data_config),
         )
