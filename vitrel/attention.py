@@ -15,6 +15,8 @@ from vitrel.grid import Grid
 from vitrel.position import PositionTerms
 from vitrel.relpos import TERMS, RelPos
 
+_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # torch 2.6 has the second alone
+
 
 @register_notrace_module  # torch.fx sees one node: what runs depends on the number of tokens, which a trace has not
 class RelativeAttention2d(Attention):
@@ -143,7 +145,10 @@ class RelativeAttention2d(Attention):
             scores = attend.dense_scores(q, k, position, grid, grid)
             weights = self.attn_drop(attend.masked_softmax(scores, attn_mask))
             out = attend.weigh(weights, v, position, grid, grid)
-        out = self.norm(out.transpose(1, 2).reshape(*x.shape[:2], self.attn_dim))
+        out = out.transpose(1, 2)
+        if _is_exporting():  # the exported kernel may lay out its result in another way than the traced one
+            out = out.clone(memory_format=torch.contiguous_format)
+        out = self.norm(out.reshape(*x.shape[:2], self.attn_dim))
         if self.gate is not None:
             out = out * self.gate(x).sigmoid()
         return self.proj_drop(self.proj(out))
