@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from torch import nn
 
 import vitrel
 from vitrel.training.config import suggest
-from vitrel.training.fileio import ConfigError, one_line
+from vitrel.training.fileio import ConfigError, one_line, whole_folder
 from vitrel.training.settings import ModelConfig
 
 
@@ -83,9 +81,7 @@ def save_model_folder(
         label_names: Class names in the order of the classifier.
         data_config: ``mean``, ``std``, ``interpolation``, ``crop_pct`` used in training.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with whole_folder(folder) as beside:
         save_for_hf(
             model,
             str(beside),
@@ -93,12 +89,6 @@ def save_model_folder(
             safe_serialization=True,
             data_config=dict(data_config),
         )
-        beside.chmod(0o755)  # mkdtemp makes folders that only the owner can read
-        if folder.exists():
-            shutil.rmtree(folder)
-        beside.rename(folder)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
 
 
 def _check_name(config: ModelConfig) -> None:
