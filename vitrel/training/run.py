@@ -100,6 +100,8 @@ def evaluate(path: str | Path, **overrides: Any) -> dict[str, float]:
     """
     _quiet()
     path = Path(path)
+    if not path.exists():
+        raise ConfigError(f"{path}: there is no such run folder or checkpoint")
     folder = path if path.is_dir() else path.parent.parent
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{path}: there is no {folder / 'config.yaml'}; give a run folder or a checkpoint inside one")
