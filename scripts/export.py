@@ -2,7 +2,7 @@
 """Writes the model of a finished run as a folder to share, with a model card; timm loads it with "local-dir:DIR".
 
 python scripts/export.py runs/digits/version_0 /tmp/digits_model
-python scripts/export.py runs/digits/version_0 /tmp/digits_model --onnx       # needs pip install 'vitrel[export]'
+python scripts/export.py runs/digits/version_0 /tmp/digits_model --onnx       # needs onnx, onnxscript and onnxruntime
 """
 
 import argparse

@@ -125,8 +125,15 @@ def case(name):
 
 
 @pytest.fixture
-def model(name):
-    return copy.deepcopy(_built(name))
+def built(name):
+    """The case's model, one for all tests: not to be changed."""
+    return _built(name)
+
+
+@pytest.fixture
+def model(built):
+    """A copy to change."""
+    return copy.deepcopy(built)
 
 
 few = pytest.mark.parametrize("name", FEW)
@@ -142,30 +149,30 @@ def test_timm_lists_the_variants():
     assert "zoo" in timm.list_modules()
 
 
-def test_attributes_and_the_names_of_the_configuration(case, model):
-    assert model.num_classes == 10
-    assert model.num_features == model.head_hidden_size == model.embed_dim == model.head.in_features
-    assert model.num_prefix_tokens == case.prefix
-    assert model.grad_checkpointing is False
-    assert [info["module"] for info in model.feature_info] == ["blocks.0", "blocks.1"]
-    assert {info["num_chs"] for info in model.feature_info} == {model.embed_dim}
-    assert {info["reduction"] for info in model.feature_info} == {case.patch}
-    cfg = model.default_cfg
-    assert cfg is model.pretrained_cfg
-    assert {f"{cfg['classifier']}.weight", f"{cfg['first_conv']}.weight"} <= set(model.state_dict())
-    assert model.get_classifier() is model.head
+def test_attributes_and_the_names_of_the_configuration(case, built):
+    assert built.num_classes == 10
+    assert built.num_features == built.head_hidden_size == built.embed_dim == built.head.in_features
+    assert built.num_prefix_tokens == case.prefix
+    assert built.grad_checkpointing is False
+    assert [info["module"] for info in built.feature_info] == ["blocks.0", "blocks.1"]
+    assert {info["num_chs"] for info in built.feature_info} == {built.embed_dim}
+    assert {info["reduction"] for info in built.feature_info} == {case.patch}
+    cfg = built.default_cfg
+    assert cfg is built.pretrained_cfg
+    assert {f"{cfg['classifier']}.weight", f"{cfg['first_conv']}.weight"} <= set(built.state_dict())
+    assert built.get_classifier() is built.head
 
 
-def test_forward_is_the_head_of_the_features(case, model):
+def test_forward_is_the_head_of_the_features(case, built):
     x, (h, w) = case.images(), case.grid
-    logits, features = model(x), model.forward_features(x)
+    logits, features = built(x), built.forward_features(x)
     assert logits.shape == (2, 10)
-    assert features.shape == (2, case.prefix + h * w, model.num_features)
-    assert torch.equal(model.forward_head(features), logits)
-    hidden = model.forward_head(features, pre_logits=True)
-    assert hidden.shape == (2, model.head_hidden_size)
-    assert torch.equal(model.head(hidden), logits)
-    close(model(x[:1]), logits[:1])  # an image's logits do not hang on its batch
+    assert features.shape == (2, case.prefix + h * w, built.num_features)
+    assert torch.equal(built.forward_head(features), logits)
+    hidden = built.forward_head(features, pre_logits=True)
+    assert hidden.shape == (2, built.head_hidden_size)
+    assert torch.equal(built.head(hidden), logits)
+    close(built(x[:1]), logits[:1])  # an image's logits do not hang on its batch
 
 
 def test_every_parameter_gets_a_finite_gradient_and_checkpointing_does_not_change_it(case, model):
@@ -226,17 +233,17 @@ def test_intermediates(case, model):
     close(last, maps[1])
 
 
-def test_features_only(case, model):
+def test_features_only(case, built):
     x = case.images()
-    maps = model.forward_intermediates(x, intermediates_only=True)
-    getter = FeatureGetterNet(copy.deepcopy(model), out_indices=(0, 1))
-    assert getter.feature_info.channels() == [model.embed_dim] * 2
+    maps = built.forward_intermediates(x, intermediates_only=True)
+    getter = FeatureGetterNet(copy.deepcopy(built), out_indices=(0, 1))
+    assert getter.feature_info.channels() == [built.embed_dim] * 2
     for got, expected in zip(getter(x), maps, strict=True):
         assert torch.equal(got, expected)
-    built = case.build(features_only=True, out_indices=(0, 1))
-    shapes = [(2, channels, *case.grid) for channels in built.feature_info.channels()]
-    assert [m.shape for m in built(x)] == shapes
-    assert built.feature_info.reduction() == [case.patch] * 2
+    features = case.build(features_only=True, out_indices=(0, 1))
+    shapes = [(2, channels, *case.grid) for channels in features.feature_info.channels()]
+    assert [m.shape for m in features(x)] == shapes
+    assert features.feature_info.reduction() == [case.patch] * 2
 
 
 def test_pruning(case, model):
@@ -249,12 +256,12 @@ def test_pruning(case, model):
     assert torch.equal(model(x)[:, case.prefix :], first.flatten(2).mT)
 
 
-def test_a_traced_graph_computes_the_same(case, model):
+def test_a_traced_graph_computes_the_same(case, built):
     x = case.images()
-    graph = create_feature_extractor(model, {"blocks.0": "first", "head": "logits"})
+    graph = create_feature_extractor(built, {"blocks.0": "first", "head": "logits"})
     out = graph(x)
-    assert torch.equal(out["logits"], model(x))
-    first = model.forward_intermediates(x, indices=[0], output_fmt="NLC", intermediates_only=True)[0]
+    assert torch.equal(out["logits"], built(x))
+    first = built.forward_intermediates(x, indices=[0], output_fmt="NLC", intermediates_only=True)[0]
     assert torch.equal(out["first"][:, case.prefix :], first)
 
 
@@ -271,19 +278,19 @@ def test_a_traced_graph_trains_and_gives_features(case, model):
     assert [tuple(f.shape[::2]) for f in built(x)] == [(2, model.embed_dim)] * 2
 
 
-def test_every_parameter_is_in_one_group(model):
-    names = [name for name, _ in model.named_parameters()]
+def test_every_parameter_is_in_one_group(built):
+    names = [name for name, _ in built.named_parameters()]
     for coarse in (False, True):
-        groups = group_parameters(model, model.group_matcher(coarse=coarse))
+        groups = group_parameters(built, built.group_matcher(coarse=coarse))
         assert sorted(name for group in groups.values() for name in group) == sorted(names)
-    assert model.position_parameters() <= model.no_weight_decay() <= {*names, "pos_embed", "dist_token", *TOKENS}
-    layer = group_parameters(model, model.group_matcher(), reverse=True)
+    assert built.position_parameters() <= built.no_weight_decay() <= {*names, "pos_embed", "dist_token", *TOKENS}
+    layer = group_parameters(built, built.group_matcher(), reverse=True)
     assert {n: i for n, i in layer.items() if n.startswith("blocks.")} == {
         n: int(n.split(".")[1]) + 1 for n in names if n.startswith("blocks.")
     }
     assert all(layer[n] == 0 for n in names if n.startswith(("patch_embed", "cls_token", "reg_token")))
     assert layer["head.weight"] == max(layer.values()) == 3
-    modules = group_modules(model, model.group_matcher(), reverse=True)
+    modules = group_modules(built, built.group_matcher(), reverse=True)
     assert set(modules.values()) == set(layer.values())
 
 
@@ -327,17 +334,17 @@ def _built_logits(case, model):
 
 
 @pytest.mark.filterwarnings("ignore:a grid of:UserWarning")
-def test_dynamic_image_size(case, model):
+def test_dynamic_image_size(case, built):
     (h, w), dynamic = case.size, case.build(dynamic_img_size=True)
-    dynamic.load_state_dict(model.state_dict())
-    close(dynamic(case.images()), model(case.images()))
+    dynamic.load_state_dict(built.state_dict())
+    close(dynamic(case.images()), built(case.images()))
     for size in ((h + case.patch, w), (h, w - case.patch)):
         x = torch.randn(2, 3, *size)
         _, (last,) = dynamic.forward_intermediates(x, indices=1)
         assert last.shape[2:] == (size[0] // case.patch, size[1] // case.patch)
         assert dynamic(x).shape == (2, 10)
     with pytest.raises(AssertionError, match=rf"Input height \({h + case.patch}\) doesn't match model \({h}\)"):
-        model(torch.randn(1, 3, h + case.patch, w))
+        built(torch.randn(1, 3, h + case.patch, w))
 
 
 @few
@@ -375,30 +382,30 @@ def test_other_channels(case, channels):
     assert model.patch_embed.proj.weight.shape[1] == channels
 
 
-def test_building_without_memory(case, model):
+def test_building_without_memory(case, built):
     empty = case.create(device="meta")
     assert all(p.is_meta for p in empty.parameters())
     assert list(empty.buffers()) == []
-    assert {k: v.shape for k, v in empty.state_dict().items()} == {k: v.shape for k, v in model.state_dict().items()}
+    assert {k: v.shape for k, v in empty.state_dict().items()} == {k: v.shape for k, v in built.state_dict().items()}
     filled = empty.to_empty(device="cpu").eval()
     for parameter in filled.parameters():
         parameter.data.fill_(torch.nan)
     filled.init_weights()
     assert filled(case.images()).isfinite().all()
-    for (name, got), expected in zip(filled.named_parameters(), model.parameters(), strict=True):
+    for (name, got), expected in zip(filled.named_parameters(), built.parameters(), strict=True):
         assert got.isfinite().all(), name
-        if got.numel() > 500 and name not in model.position_parameters():  # those have been drawn anew
+        if got.numel() > 500 and name not in built.position_parameters():  # those have been drawn anew
             assert got.std().item() == pytest.approx(expected.std().item(), rel=0.25), name
-    assert filled.state_dict().keys() == model.state_dict().keys()
-    filled.load_state_dict(model.state_dict())
-    assert torch.equal(filled(case.images()), model(case.images()))
+    assert filled.state_dict().keys() == built.state_dict().keys()
+    filled.load_state_dict(built.state_dict())
+    assert torch.equal(filled(case.images()), built(case.images()))
 
 
-def test_deepcopy_and_pickle(case, model):
+def test_deepcopy_and_pickle(case, built):
     x = case.images()
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(twin(x), model(x))
-        assert not {p.data_ptr() for p in twin.parameters()} & {p.data_ptr() for p in model.parameters()}
+    for twin in (copy.deepcopy(built), pickle.loads(pickle.dumps(built))):
+        assert torch.equal(twin(x), built(x))
+        assert not {p.data_ptr() for p in twin.parameters()} & {p.data_ptr() for p in built.parameters()}
 
 
 @few
@@ -479,7 +486,9 @@ def test_tools_of_timm(case, model):
         close(each.sum(-1), torch.ones(each.shape[:3]))
 
 
-@pytest.mark.parametrize(("name", "backend"), [("all-5", "aot_eager"), ("rope+bias-1", "eager")])
+@pytest.mark.parametrize(
+    ("name", "backend"), [pytest.param("all-5", "aot_eager", marks=pytest.mark.slow), ("rope+bias-1", "eager")]
+)
 def test_compile(case, model, backend):
     torch.compiler.reset()
     model.prune_intermediate_layers([0], prune_head=False)

@@ -42,7 +42,7 @@ def export(run: str | Path, folder: str | Path, onnx: bool = False, license: str
     _check_target(folder)
     missing = [name for name in ONNX_PACKAGES if onnx and importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"--onnx needs {', '.join(missing)}: pip install 'vitrel[export]'")
+        raise ConfigError(f"--onnx needs {', '.join(missing)}: pip install {' '.join(missing)}")
     model = _load(run / "model")
     config["pretrained_cfg"]["license"] = license
     with whole_folder(folder) as beside:
