@@ -348,6 +348,25 @@ def test_dynamic_image_size(case, built):
 
 
 @few
+@pytest.mark.filterwarnings("ignore:a grid of:UserWarning")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sizes_change_in_low_precision(case, dtype):
+    """Tables and an absolute embedding, which are resized in float32, are what the float32 model rounds to."""
+    wide, (h, w) = case.build(pos_embed="learn"), case.size
+    narrow = copy.deepcopy(wide).to(dtype)
+    loaded = case.build(pos_embed="learn", img_size=(w, h)).to(dtype)
+    for each in (wide, narrow):
+        each.set_input_size((w, h))
+    for name in wide.state_dict():
+        got, expected = narrow.state_dict()[name], wide.state_dict()[name]
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.float(), expected, rtol=2e-2, atol=2e-2, msg=name)
+    loaded.load_state_dict(narrow.state_dict())
+    assert narrow(case.images().mT.to(dtype)).isfinite().all()
+    assert torch.equal(loaded(case.images().mT.to(dtype)), narrow(case.images().mT.to(dtype)))
+
+
+@few
 def test_a_graph_of_changing_sizes_is_refused(case):
     with pytest.raises(ValueError, match=r"dynamic_img_size: torch\.fx would fix the grid of one image"):
         create_feature_extractor(case.build(dynamic_img_size=True), ["blocks.0"])
@@ -476,8 +495,8 @@ def test_tools_of_timm(case, model):
     hook = ActivationStatsHook(model, ["blocks.*.attn"], [lambda module, inputs, output: output.mean().item()])
     model(x)
     assert len(hook.stats["<lambda>"]) == 2
-    for attn in model.relative_attentions():
-        attn.fused_attn = False  # a fused kernel does not show its weights, ours no more than timm's
+    for block in model.blocks:
+        block.attn.fused_attn = False  # a fused kernel does not show its weights, ours no more than timm's
     tokens = model.forward_features(x).shape[1]
     weights = AttentionExtract(model, method="hook")(x)
     assert list(weights) == ["blocks.0.attn.attn_drop", "blocks.1.attn.attn_drop"]
