@@ -9,6 +9,7 @@ Takes a run folder, a saved model folder (config.json and model.safetensors), or
 import argparse
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import timm
 from safetensors import SafetensorError
@@ -16,15 +17,24 @@ from safetensors import SafetensorError
 import vitrel
 
 
+def fail(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
 def load(source: str):
-    """The trained model behind a run folder, a model folder or a model name; SystemExit with one line otherwise."""
+    """The trained model behind a run folder, a model folder or a model name."""
     for folder in (Path(source) / "model", Path(source)):
-        if (folder / "config.json").is_file():
-            return timm.create_model(f"local-dir:{folder}", pretrained=True)
+        config = folder / "config.json"
+        if config.is_file():
+            try:
+                return timm.create_model(f"local-dir:{folder}", pretrained=True)
+            except (ValueError, KeyError, TypeError) as error:  # no JSON, or not what a saved model has in it
+                fail(f"{config}: not the configuration of a saved model: {str(error).splitlines()[0]}")
     if Path(source).exists():
-        sys.exit(f"{source}: expected a run folder with model/ in it or a saved model folder; found no config.json")
+        fail(f"{source}: expected a run folder with model/ in it or a saved model folder; found no config.json")
     if not timm.is_model(source.split(".")[0]):
-        sys.exit(f"{source}: no such folder, and no model of that name (see timm.list_models('vitrel*'))")
+        fail(f"{source}: no such folder, and no model of that name (see timm.list_models('vitrel*'))")
     return timm.create_model(source, pretrained=True)
 
 
@@ -36,7 +46,7 @@ def main() -> None:
     try:
         maps = vitrel.bias_maps(load(args.source))
         if not maps:
-            sys.exit(f"{args.source}: nothing to draw; no block has a term that is independent of the image")
+            fail(f"{args.source}: nothing to draw; no block has a term that is independent of the image")
         out = args.out or (Path(args.source) if Path(args.source).is_dir() else Path()) / "bias_maps"
         out.mkdir(parents=True, exist_ok=True)
         for block in maps:
@@ -44,7 +54,7 @@ def main() -> None:
             vitrel.plot_bias_maps(maps, [block]).savefig(path, dpi=120)
             print(path)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        sys.exit(f"{args.source}: {str(error).splitlines()[0]}")
+        fail(f"{args.source}: {str(error).splitlines()[0]}")
 
 
 if __name__ == "__main__":

@@ -242,3 +242,39 @@ def test_other_classes_are_named(build):
     model = build()
     with pytest.raises(TypeError, match=f"cannot convert {type(model).__name__}, expected.*vit_relpos.*beit.*samvit"):
         vitrel.from_timm(model)
+
+
+@pytest.mark.filterwarnings("ignore:a grid of:UserWarning")  # positions beyond the trained ones
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        (VisionTransformerRelPos, {"rel_pos_type": "bias", "class_token": True, "global_pool": "token"}),
+        (VisionTransformerRelPos, {"rel_pos_type": "mlp", "rel_pos_dim": 16, "block_fn": ResPostRelPosBlock}),
+        (VisionTransformerRelPos, {"rel_pos_type": "bias", "shared_rel_pos": True, "qk_norm": True}),
+        (Beit, {"use_rel_pos_bias": True, "init_values": 0.1, "global_pool": "avg"}),
+        (VisionTransformerSAM, {"use_rel_pos": True, "window_size": 0, "neck_chans": None}),
+    ],
+    ids=["relpos", "res-post mlp", "shared", "beit", "samvit"],
+)
+def test_a_converted_model_is_saved_and_loaded(tmp_path, kind, arguments):
+    """Also with another head and size than it had; nothing of the class it came from is asked for."""
+    ours = vitrel.from_timm(draw(kind(**{**BODY, "img_size": (24, 40), **arguments}), torch.float32))
+    for change in (lambda: None, lambda: ours.set_input_size((40, 24)), lambda: ours.reset_classifier(3)):
+        change()
+        timm.models.save_for_hf(ours, tmp_path, safe_serialization=True)
+        again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+        x = image(ours, ours.patch_embed.img_size)
+        assert torch.equal(again(x), ours(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "argument"),
+    [
+        (VisionTransformerSAM, {"use_rel_pos": True, "window_size": 0, "neck_chans": 6}, "neck"),
+        (VisionTransformerRelPos, {"rel_pos_type": "bias", "act_layer": torch.nn.SiLU}, "act_layer"),
+    ],
+)
+def test_what_no_argument_describes_is_not_saved(tmp_path, kind, arguments, argument):
+    ours = vitrel.from_timm(kind(**{**BODY, "img_size": (24, 40), **arguments}))
+    with pytest.raises(ValueError, match=f"Model argument '{argument}' is not serializable"):
+        timm.models.save_for_hf(ours, tmp_path, safe_serialization=True)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from vitrel.training.fileio import ConfigError, dump_yaml, read_yaml, write_whole
+from vitrel.training.fileio import ConfigError, dump_yaml, read_yaml, whole_folder, write_whole
 
 
 def read(tmp_path, text):
@@ -62,3 +62,17 @@ def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
         write_whole(path, "two")
     assert path.read_text() == "one"
     assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_a_folder_is_whole_or_not_there(tmp_path):
+    folder = tmp_path / "above" / "model"
+    for text in ("one", "two"):
+        with whole_folder(folder) as beside:
+            (beside / f"{text}.txt").write_text(text)
+            assert not (folder / f"{text}.txt").exists()
+    assert [p.name for p in folder.iterdir()] == ["two.txt"]  # the older one has been replaced
+    (folder / "two.txt").rename(folder / "kept.txt")
+    with pytest.raises(FileNotFoundError), whole_folder(folder) as beside:
+        (beside / "none.txt").read_text()
+    assert [p.name for p in folder.iterdir()] == ["kept.txt"]
+    assert [p.name for p in folder.parent.iterdir()] == ["model"]

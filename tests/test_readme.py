@@ -56,6 +56,7 @@ def test_the_readme_has_commands_of_each_kind():
         "scripts/train.py",
         "scripts/bias_maps.py",
         "scripts/evaluate.py",
+        "scripts/export.py",
     }
 
 

@@ -1,6 +1,9 @@
+import json
+
 import pytest
 import timm
 import torch
+from timm.models.vision_transformer import ResPostBlock
 
 import vitrel
 from vitrel.zoo import default_cfgs
@@ -66,6 +69,25 @@ def test_a_relpos_object_is_saved_as_plain_data(tmp_path):
     timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
     again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     assert again.blocks[0].attn.rel_pos == vitrel.RelPos.preset("swin")
+
+
+def test_layers_are_saved_by_name(tmp_path):
+    given = {"block_fn": ResPostBlock, "norm_layer": {"eps": 1e-3}, "final_norm": {"eps": 1e-2}, "init_values": 0.1}
+    model = timm.create_model("vitrel_micro_patch4_32", depth=2, **given).eval()
+    assert [type(block) for block in model.blocks] == [ResPostBlock] * 2
+    assert (model.blocks[1].norm2.eps, model.fc_norm.eps) == (1e-3, 1e-2)
+    timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
+    assert json.loads((tmp_path / "config.json").read_text())["model_args"]["block_fn"] == "ResPostBlock"
+    again, x = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval(), torch.randn(1, 3, 32, 32)
+    assert torch.equal(again(x), model(x))
+    assert vitrel.explain(again) == vitrel.explain(model)
+
+
+def test_the_resolved_scheme_is_saved_and_no_name(tmp_path):
+    timm.models.save_for_hf(timm.create_model("vitrel_micro_patch4_32", rel_pos="txl"), tmp_path)
+    assert (
+        json.loads((tmp_path / "config.json").read_text())["model_args"]["rel_pos"] == vitrel.RelPos.of("txl").as_dict()
+    )
 
 
 @pytest.mark.parametrize("rel_pos", ["rope", "bias"])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from timm.layers import Attention
+from timm.layers import Attention, register_notrace_module
 from torch import Tensor, nn
 
 from vitrel import attend
@@ -15,7 +15,10 @@ from vitrel.grid import Grid, Where
 from vitrel.position import Position, PositionTerms
 from vitrel.relpos import RelPos
 
+_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # torch 2.6 has the second alone
 
+
+@register_notrace_module  # torch.fx sees one node: what runs depends on the number of tokens, which a trace has not
 class RelativeAttention2d(Attention):
     """timm's ``Attention`` with relative position terms between the patches of a grid.
 
@@ -181,7 +184,10 @@ class RelativeAttention2d(Attention):
 
     def _project(self, out: Tensor, x: Tensor) -> Tensor:
         """The output layers: heads (B, H, L, d) to (B, L, D), gated by the input x."""
-        out = self.norm(out.transpose(1, 2).flatten(2))
+        out = out.transpose(1, 2)
+        if _is_exporting():  # the exported kernel may lay out its result in another way than the traced one
+            out = out.clone(memory_format=torch.contiguous_format)
+        out = self.norm(out.flatten(2))
         if self.gate is not None:
             out = out * self.gate(x).sigmoid()
         return self.proj_drop(self.proj(out))

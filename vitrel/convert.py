@@ -8,11 +8,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import timm
 import torch
-from timm.layers import LayerNorm, LayerNorm2d, LayerScale, PatchEmbed, RelPosBias, RelPosMlp
+from timm.layers import LayerNorm, LayerNorm2d, LayerScale, Mlp, PatchEmbed, RelPosBias, RelPosMlp
 from timm.layers.classifier import ClassifierHead
 from timm.models.beit import Beit
-from timm.models.vision_transformer import Block, ResPostBlock
 from timm.models.vision_transformer_relpos import ResPostRelPosBlock, VisionTransformerRelPos
 from timm.models.vision_transformer_sam import VisionTransformerSAM
 from torch import Tensor, nn
@@ -42,8 +42,15 @@ def from_timm(model: nn.Module) -> RelativeVisionTransformer:
     new, state = convert(model)
     new.load_state_dict(state)
     cfg = getattr(model, "pretrained_cfg", {})  # how images are prepared; not the name, which builds another class
-    data = ("input_size", "interpolation", "crop_pct", "mean", "std")
-    new.pretrained_cfg = {k: cfg[k] for k in data if k in cfg}  # type: ignore[assignment]
+    data = ("input_size", "interpolation", "crop_pct", "mean", "std", "license")
+    # Saved under the name of one of ours: the recorded arguments replace its own, every one of them.
+    ours: Any = timm.get_pretrained_cfg("vitrel_base_patch16_224")
+    new.pretrained_cfg = {
+        **ours.to_dict(),
+        **{k: cfg[k] for k in data if k in cfg},
+        "num_classes": new.num_classes,
+    }  # type: ignore[assignment]
+    new.set_input_size(new.patch_embed.img_size)  # the size it has: timm notes it for saving
     new.set_grad_checkpointing(bool(model.grad_checkpointing))
     return new.train(model.training)
 
@@ -54,7 +61,6 @@ def _build(model: Any, **args: Any) -> RelativeVisionTransformer:
     if type(embed) is not PatchEmbed or not isinstance(embed.norm, nn.Identity):
         raise ValueError(f"patch_embed: {type(embed).__name__} cannot be served, expected a PatchEmbed without a norm")
     attn, mlp, weight = block.attn, block.mlp, embed.proj.weight
-    norm_type: Any = type(block.norm1)
     body: dict[str, Any] = {
         "img_size": embed.img_size,
         "patch_size": embed.patch_size,
@@ -73,14 +79,24 @@ def _build(model: Any, **args: Any) -> RelativeVisionTransformer:
         "proj_drop_rate": attn.proj_drop.p,
         "attn_drop_rate": attn.attn_drop.p,
         "drop_path_rate": getattr(model.blocks[-1].drop_path1, "drop_prob", 0.0),
-        "norm_layer": partial(norm_type, eps=block.norm1.eps) if hasattr(block.norm1, "eps") else norm_type,
-        "act_layer": type(mlp.act),
-        "mlp_layer": type(mlp),
+        "norm_layer": _norm_layer(block.norm1),
         "weight_init": "skip",
-        "device": weight.device,
-        "dtype": weight.dtype,
+        **args,
     }
-    return RelativeVisionTransformer(**{**body, **args})
+    if type(mlp.act) is not nn.GELU:  # timm's defaults stay out, so that the arguments can be saved as JSON
+        body["act_layer"] = type(mlp.act)
+    if type(mlp) is not Mlp:
+        body["mlp_layer"] = type(mlp)
+    new = RelativeVisionTransformer(**body, device=weight.device, dtype=weight.dtype)
+    new._model_args = {**body, **new._model_args}
+    return new
+
+
+def _norm_layer(norm: Any) -> Any:
+    kind: Any = type(norm)
+    if kind in (nn.LayerNorm, LayerNorm):
+        return {"eps": norm.eps}
+    return partial(kind, eps=norm.eps) if hasattr(norm, "eps") else kind
 
 
 def _head_args(model: Any) -> dict[str, Any]:
@@ -124,7 +140,7 @@ def _relpos(model: Any) -> tuple[RelativeVisionTransformer, dict[str, Tensor]]:
     new = _build(
         model,
         rel_pos={**rel_pos, "share_layers": shared is not None},
-        block_fn=ResPostBlock if res_post else Block,
+        block_fn="ResPostBlock" if res_post else "Block",
         **_head_args(model),
     )
     state = {k: v for k, v in model.state_dict().items() if "rel_pos." not in k}
@@ -200,14 +216,13 @@ def _sam(model: Any) -> tuple[RelativeVisionTransformer, dict[str, Tensor]]:
         pos_drop_rate=model.pos_drop.p,
         drop_rate=head.drop.p,
         global_pool=pool,
-        final_norm=not isinstance(neck, nn.Identity),
+        final_norm={"eps": neck.eps} if isinstance(neck, LayerNorm2d) else not isinstance(neck, nn.Identity),
         fc_norm=False,
     )
-    if isinstance(neck, LayerNorm2d):
-        new.norm = LayerNorm(new.embed_dim, eps=neck.eps, device=neck.weight.device, dtype=neck.weight.dtype)
-    elif isinstance(neck, nn.Sequential):
+    if isinstance(neck, nn.Sequential):
         new.norm, new.head = _GridNeck(*copy.deepcopy(neck), patch_embed=new.patch_embed), copy.deepcopy(head.fc)
         new.num_features = new.head_hidden_size = new.embed_dim = model.num_features  # reset_classifier reads them
+        new._model_args = {**new._model_args, "neck": _GridNeck}  # no argument builds it: timm refuses to save, by name
     state = {}
     for name, tensor in model.state_dict().items():
         if ".attn.rel_pos_" not in name:

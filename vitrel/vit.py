@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
-from timm.models.vision_transformer import VisionTransformer
+from timm.layers import Attention, LayerNorm
+from timm.models.vision_transformer import Block, ResPostBlock, VisionTransformer
 from torch import nn
 
 from vitrel.attention import RelativeAttention2d
@@ -12,18 +14,24 @@ from vitrel.family import GridModel
 from vitrel.position import PositionTerms
 from vitrel.relpos import RelPos
 
+BLOCKS: dict[str, type[nn.Module]] = {"Block": Block, "ResPostBlock": ResPostBlock}
+"""timm's blocks with a separate attention, by the names under which they are saved."""
+
 
 class RelativeVisionTransformer(GridModel, VisionTransformer):
     """A timm ``VisionTransformer`` whose blocks attend with relative position.
 
     Args:
         rel_pos: A ``RelPos``, a name such as ``"txl"``, or a mapping of its fields.
-        backend: ``auto``, ``dense`` or ``reference``.
+        backend: As for ``RelativeAttention2d``.
         **kwargs: Arguments of timm's ``VisionTransformer``; ``global_pool`` is ``avg``, ``class_token`` False and
-            ``pos_embed`` ``none`` unless given.
+            ``pos_embed`` ``none`` unless given. What is written to a file has names for layers: ``block_fn`` may be one
+            of ``BLOCKS``, ``norm_layer`` a mapping ``{"eps": ...}`` for a ``LayerNorm``, and ``final_norm`` one for the
+            last norm alone.
 
     Raises:
-        ValueError: For an unknown scheme or backend, or an option that needs positions which a grid does not have.
+        ValueError: For an unknown scheme or backend, an option that needs positions which a grid does not have, or
+            blocks without an attention of their own.
         TypeError: For an unknown keyword.
     """
 
@@ -34,9 +42,18 @@ class RelativeVisionTransformer(GridModel, VisionTransformer):
         if kwargs.get("attn_layer"):
             raise ValueError("attn_layer: the attention of these models is RelativeAttention2d; leave it out")
         defaults = {"global_pool": "avg", "class_token": False, "pos_embed": "none"}
-        super().__init__(**{**defaults, **kwargs})
+        super().__init__(**{**defaults, **_with_layers(kwargs)})
+        if isinstance(kwargs.get("final_norm"), dict):
+            for norm in (self.norm, self.fc_norm):
+                if isinstance(norm, nn.LayerNorm):
+                    norm.eps = kwargs["final_norm"]["eps"]
         shared: PositionTerms | None = None
         for block in self.blocks:
+            if not isinstance(getattr(block, "attn", None), Attention):
+                raise ValueError(
+                    f"block_fn: {type(block).__name__} has no timm Attention named attn that could be made relative; "
+                    f"take {' or '.join(BLOCKS)}"
+                )
             attn = RelativeAttention2d.from_attention(
                 cast(nn.Module, block.attn),
                 grid_size=self.patch_embed.grid_size,
@@ -47,8 +64,7 @@ class RelativeVisionTransformer(GridModel, VisionTransformer):
             )
             shared = attn.position_terms if spec.share_layers else None
             block.attn = attn
-        # timm writes these beside saved weights; the resolved scheme must not hang on a default that may change.
-        self._model_args = {"rel_pos": spec.as_dict()}
+        self._model_args = {"rel_pos": spec}  # saved even where it was not given: a default may change
 
     @property
     def _model_args(self) -> dict[str, Any]:
@@ -57,4 +73,22 @@ class RelativeVisionTransformer(GridModel, VisionTransformer):
     @_model_args.setter
     def _model_args(self, args: dict[str, Any]) -> None:
         # timm records here what create_model was given, and writes it as JSON beside saved weights
-        self._recorded_args = {k: v.as_dict() if isinstance(v, RelPos) else v for k, v in args.items()}
+        plain = dict(args)
+        if "rel_pos" in plain:
+            plain["rel_pos"] = RelPos.of(plain["rel_pos"]).as_dict()  # no name whose meaning may change
+        for name, block in BLOCKS.items():
+            if plain.get("block_fn") is block:
+                plain["block_fn"] = name
+        self._recorded_args = plain
+
+
+def _with_layers(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments for timm: layers in place of their saved names."""
+    block_fn, norm_layer = kwargs.get("block_fn"), kwargs.get("norm_layer")
+    if isinstance(block_fn, str):
+        if block_fn not in BLOCKS:
+            raise ValueError(f"block_fn: {block_fn!r} is unknown, expected one of {', '.join(BLOCKS)}, or a class")
+        kwargs = {**kwargs, "block_fn": BLOCKS[block_fn]}
+    if isinstance(norm_layer, dict):
+        kwargs = {**kwargs, "norm_layer": partial(LayerNorm, **norm_layer)}
+    return kwargs

@@ -6,6 +6,7 @@ from typing import Any
 
 from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models.vision_transformer import checkpoint_filter_fn
 
 from vitrel.vit import RelativeVisionTransformer
 
@@ -43,6 +44,7 @@ def _create(variant: str, pretrained: bool, **kwargs: Any) -> RelativeVisionTran
         RelativeVisionTransformer,
         variant,
         pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,  # an absolute embedding and other patches fit another size too
         feature_cfg={"out_indices": 3, "feature_cls": "getter"},
         **kwargs,
     )

@@ -21,6 +21,7 @@ from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser
 
+from vitrel.training.checkpoint import stored_settings
 from vitrel.training.fileio import ConfigError, dump_yaml, one_line, read_yaml
 from vitrel.training.settings import ModelConfig, TrainConfig
 
@@ -91,6 +92,7 @@ def _parse(tree: dict[str, Any], options: list[str]) -> TrainConfig:
     tree, options = _model_kwargs(tree, options)
     _check_tree(TrainConfig, tree, "")
     _check_options(options)
+    tree = _with_checkpoint(tree, options)
     defaults = TrainConfig().trainer
     tree = {**tree, "trainer": {**defaults, **tree.get("trainer", {})}}
     parser = _parser(options)
@@ -102,6 +104,27 @@ def _parse(tree: dict[str, Any], options: list[str]) -> TrainConfig:
     config.trainer = _check_trainer(config.trainer)
     config.name = config.name or config.data.name
     return config
+
+
+def _with_checkpoint(tree: dict[str, Any], options: list[str]) -> dict[str, Any]:
+    """Puts the settings of the saved model that ``model.checkpoint`` names below the given ones.
+
+    A checkpoint among the options also goes before what the file says of the model's body.
+    """
+    model = tree.get("model", {})
+    pre = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    pre.add_argument("--model.checkpoint", dest="checkpoint")
+    try:
+        given = pre.parse_known_args(options)[0].checkpoint
+    except argparse.ArgumentError as e:
+        raise ConfigError(f"model.checkpoint: {e.message}") from None
+    if given not in (None, "null"):
+        stored = stored_settings(given)
+        kept = {k: v for k, v in model.items() if not stored or k not in ("arch", "rel_pos", "patch_size", "kwargs")}
+        return {**tree, "model": {**stored, **kept}}
+    if model.get("checkpoint") and "arch" not in model:  # a resolved config has it, and may have lost the folder
+        return {**tree, "model": {**stored_settings(model["checkpoint"]), **model}}
+    return tree
 
 
 def _parser(options: list[str]) -> ArgumentParser:

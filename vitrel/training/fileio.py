@@ -1,4 +1,4 @@
-"""Small files of a run: strict YAML, and writing that leaves a whole file or none.
+"""Small files of a run: strict YAML, and writing that leaves a whole file or folder, or none.
 
 The YAML has the scalars of YAML 1.2 and no repeated keys; its errors are one line that names file and line.
 """
@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,6 +39,29 @@ def write_whole(path: Path, content: str | bytes) -> None:
     except BaseException:
         os.unlink(beside)
         raise
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder beside ``folder`` to write into, which takes its place at the end; an older one is replaced.
+
+    After an error nothing is left of it, and the older one stays.
+    """
+    folder = folder.resolve()  # "." has no name to write beside
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield beside
+        beside.chmod(0o755)  # mkdtemp makes folders that only the owner can read
+        if folder.exists():
+            old = beside.with_name(f"{beside.name}-old")
+            folder.rename(old)
+            beside.rename(folder)
+            shutil.rmtree(old)
+        else:
+            beside.rename(folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 class _Loader(yaml.SafeLoader):

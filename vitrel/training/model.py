@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
-from timm.models import get_model_args, save_for_hf
+from safetensors import safe_open
+from timm.models import save_for_hf
 from torch import nn
 
 import vitrel
+from vitrel.training.checkpoint import check_agreement, stored_config, weights_file
 from vitrel.training.config import suggest
-from vitrel.training.fileio import ConfigError, one_line
+from vitrel.training.fileio import ConfigError, one_line, whole_folder
 from vitrel.training.settings import ModelConfig
 
 
@@ -40,7 +39,8 @@ def build_model(config: ModelConfig, num_classes: int) -> nn.Module:
             raise ConfigError(f"model.kwargs.{name}: set by the run or by model.{name}; remove it here")
     start: dict[str, Any] = {"pretrained": config.pretrained}
     if config.checkpoint:
-        start = {"pretrained": True, "pretrained_cfg_overlay": _start(_weights(config.checkpoint))}
+        _check_start(config)
+        start = {"pretrained": True, "pretrained_cfg_overlay": _start(config.checkpoint), "in_chans": 3}
     try:
         model = timm.create_model(config.arch, num_classes=num_classes, **start, **arguments, **config.kwargs)
     except Exception as e:  # a model may fail in any way on arguments that do not fit it
@@ -48,6 +48,8 @@ def build_model(config: ModelConfig, num_classes: int) -> nn.Module:
         named = next((f".{k}" for k in given if k in str(e)), "")
         raise ConfigError(f"model{named}: {config.arch} refuses {given}: {one_line(str(e) or repr(e))}") from e
     _check_tiling(model, config)
+    if config.checkpoint:
+        _check_loaded(model, config)
     return model
 
 
@@ -59,7 +61,7 @@ def check_model(config: ModelConfig) -> None:
     """
     _check_name(config)
     if config.checkpoint:
-        _weights(config.checkpoint)
+        _check_start(config)
     with torch.device("meta"):
         build_model(ModelConfig(**{**vars(config), "pretrained": False, "checkpoint": None}), num_classes=2)
 
@@ -77,26 +79,14 @@ def save_model_folder(
         label_names: Class names in the order of the classifier.
         data_config: ``mean``, ``std``, ``interpolation``, ``crop_pct`` used in training.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    arguments = dict(get_model_args(model))
-    if "rel_pos" in arguments:
-        arguments["rel_pos"] = vitrel.RelPos.of(arguments["rel_pos"]).as_dict()
-    try:
+    with whole_folder(folder) as beside:
         save_for_hf(
             model,
             str(beside),
             model_config={"label_names": list(label_names)},
-            model_args=arguments,
             safe_serialization=True,
             data_config=dict(data_config),
         )
-        beside.chmod(0o755)  # mkdtemp makes folders that only the owner can read
-        if folder.exists():
-            shutil.rmtree(folder)
-        beside.rename(folder)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
 
 
 def _check_name(config: ModelConfig) -> None:
@@ -127,21 +117,34 @@ def _check_tiling(model: nn.Module, config: ModelConfig) -> None:
         )
 
 
-def _start(weights: Path) -> dict[str, Any]:
+def _check_start(config: ModelConfig) -> None:
+    if config.pretrained:
+        raise ConfigError("model.pretrained and model.checkpoint: two sets of weights to start from; give one")
+    check_agreement(str(config.checkpoint), config.arch, config.rel_pos)
+
+
+def _start(checkpoint: str) -> dict[str, Any]:
     """What timm should take for the model's own weights; a classifier of another size is left out."""
-    overlay: dict[str, Any] = {"file": str(weights)}
-    beside = weights.parent / "config.json"
-    if beside.is_file():
-        overlay["num_classes"] = json.loads(beside.read_text())["num_classes"]
+    overlay: dict[str, Any] = {"file": str(weights_file(checkpoint))}
+    stored = stored_config(checkpoint)
+    if stored is not None:
+        known = stored["pretrained_cfg"]
+        overlay["num_classes"] = stored["num_classes"]
+        overlay.update({k: known[k] for k in ("input_size", "mean", "std", "crop_pct") if k in known})
     return overlay
 
 
-def _weights(checkpoint: str) -> Path:
-    path = Path(checkpoint)
-    path = path / "model.safetensors" if path.is_dir() else path
-    if not path.is_file() or path.suffix != ".safetensors":
+def _check_loaded(model: nn.Module, config: ModelConfig) -> None:
+    """timm passes over missing weights where it replaces the classifier."""
+    with safe_open(weights_file(str(config.checkpoint)), framework="pt") as file:
+        stored = set(file.keys())
+    cfg: Any = model.pretrained_cfg
+    classifier = cfg.get("classifier") or ()
+    heads = (classifier,) if isinstance(classifier, str) else tuple(classifier)
+    differing = sorted(k for k in stored ^ set(model.state_dict()) if not k.startswith(tuple(f"{h}." for h in heads)))
+    if differing:
+        where = f"only in {config.checkpoint}" if differing[0] in stored else "not in it"
         raise ConfigError(
-            f"model.checkpoint: {checkpoint} is neither a folder with model.safetensors nor a .safetensors file"
-            " (to resume a run, use --ckpt_path)"
+            f"model.checkpoint: {config.checkpoint} holds another model than the settings describe: {differing[0]} is"
+            f" {where} ({len(differing)} such names); leave the settings of its body out"
         )
-    return path

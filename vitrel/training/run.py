@@ -25,6 +25,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 import vitrel
 from vitrel.training.callbacks import build_callbacks, duration, run_folder, saves_checkpoints
+from vitrel.training.checkpoint import stored_config
 from vitrel.training.checks import check
 from vitrel.training.config import from_dict, parse
 from vitrel.training.data import PictureDataModule
@@ -56,8 +57,11 @@ def run(config: TrainConfig) -> dict[str, Any]:
     resume = _find_checkpoint(config)
     source = find_source(config.data)
     pl.seed_everything(config.seed, workers=True, verbose=False)
-    net = build_model(config.model, len(source.classes))
+    # Counts the tables as trained at this size: the check before training would warn of those that have grown.
+    net = build_model(config.model, len(source.classes)).train()
     inputs = InputConfig.of(net, config.data)
+    if config.model.checkpoint:  # the run does not hang on the folder it started from
+        config.data.mean, config.data.std, config.data.crop_pct = list(inputs.mean), list(inputs.std), inputs.crop_pct
     data = PictureDataModule(config.data, inputs, source, seed=config.seed)
     task = ClassificationTask(config.as_dict(), len(source.classes), net)
     trainer = _trainer(config)
@@ -96,6 +100,8 @@ def evaluate(path: str | Path, **overrides: Any) -> dict[str, float]:
     """
     _quiet()
     path = Path(path)
+    if not path.exists():
+        raise ConfigError(f"{path}: there is no such run folder or checkpoint")
     folder = path if path.is_dir() else path.parent.parent
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{path}: there is no {folder / 'config.yaml'}; give a run folder or a checkpoint inside one")
@@ -265,6 +271,10 @@ def _announce(config: TrainConfig, trainer: pl.Trainer, net: torch.nn.Module, in
         f" {trainer.accumulate_grad_batches} accumulated, lr {config.optim.lr:g}",
         flush=True,
     )
+    if config.model.checkpoint:
+        stored = stored_config(config.model.checkpoint)
+        new = stored is not None and stored["num_classes"] != getattr(net, "num_classes", None)
+        print(f"weights from {config.model.checkpoint}" + ("; a new classifier" if new else ""), flush=True)
 
 
 @rank_zero_only

@@ -21,7 +21,9 @@ class ModelConfig:
         drop_path_rate: Stochastic depth, the rate of the last block.
         drop_rate: Dropout before the classifier.
         pretrained: Start from the weights timm knows for this name (may download).
-        checkpoint: Start from a model folder (config.json + model.safetensors) or a .safetensors file.
+        checkpoint: Start from a run, a model folder (config.json + model.safetensors) or a .safetensors file; arch,
+            rel_pos and the model's other arguments come from there, its tables take img_size, and the classifier is
+            made anew for another number of classes.
         compile: Compile the model with torch.compile.
         kwargs: More arguments of the timm model.
     """

@@ -1,0 +1,80 @@
+"""How the scripts end on a mistake: status 2 and one line that begins with ``error:`` and names the file."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+
+from vitrel.training.model import save_model_folder
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+CONFIG, WEIGHTS = "model/config.json", "model/model.safetensors"
+DATA = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bicubic", "crop_pct": 1.0}
+
+
+def script(name, *words, monkeypatch, capsys):
+    """Exit status and what was written, of a script run in this process."""
+    monkeypatch.setattr(sys, "argv", [name, *map(str, words)])
+    status = 0
+    try:
+        runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+    except SystemExit as end:
+        status = end.code
+    return status, capsys.readouterr()
+
+
+@pytest.fixture
+def run(tmp_path):
+    model = timm.create_model("vitrel_micro_patch4_32", depth=1, embed_dim=16, num_heads=2, num_classes=3)
+    save_model_folder(model, tmp_path / "run" / "model", ["a", "b", "c"], DATA)
+    return tmp_path / "run"
+
+
+def test_bias_maps_are_drawn_beside_the_model(run, monkeypatch, capsys):
+    status, written = script("bias_maps.py", run, monkeypatch=monkeypatch, capsys=capsys)
+    assert status in (None, 0)
+    assert written.out == f"{run / 'bias_maps' / 'blocks.0.png'}\n"
+    assert (run / "bias_maps" / "blocks.0.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "message"),
+    [
+        ("bias_maps.py", lambda run: (run / CONFIG).write_text("{"), "{run}/model/config.json: not the configuration"),
+        ("bias_maps.py", lambda run: (run / CONFIG).write_text("{}"), "{run}/model/config.json: not the configuration"),
+        ("bias_maps.py", lambda run: (run / WEIGHTS).unlink(), "{run}: No suitable checkpoints"),
+        ("bias_maps.py", lambda run: (run / WEIGHTS).write_bytes(b"x"), "{run}: Error while deserial"),
+        ("bias_maps.py", lambda run: (run / "model").rename(run / "other"), "{run}: expected a run folder with model/"),
+        ("bias_maps.py", lambda run: run.rename(run.with_name("x")), "{run}: no such folder, and no model of that"),
+        ("evaluate.py", lambda run: run.rename(run.with_name("x")), "{run}: there is no such run folder or checkpoint"),
+        ("evaluate.py", lambda run: None, "{run}: there is no {run}/config.yaml; give a run folder"),
+        ("export.py", lambda run: None, "{run}: not a finished run, there is no results.json"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_and_status_2(run, name, spoil, message, monkeypatch, capsys):
+    spoil(run)
+    words = [run, run.parent / "exported"] if name == "export.py" else [run]
+    status, written = script(name, *words, monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 2
+    assert written.out == ""
+    assert written.err.startswith("error: " + message.format(run=run))
+    assert written.err.count("\n") == 1
+
+
+def test_a_scheme_without_maps_is_said(run, monkeypatch, capsys):
+    config = json.loads((run / "model/config.json").read_text())
+    model = timm.create_model("vitrel_micro_patch4_32", depth=1, embed_dim=16, num_heads=2, rel_pos="rope")
+    save_model_folder(model, run / "model", config["label_names"], DATA)
+    status, written = script("bias_maps.py", run, monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 2
+    assert written.err.startswith(f"error: {run}: nothing to draw; ")
+
+
+def test_the_data_of_an_evaluation_may_lie_elsewhere(monkeypatch, capsys):
+    for option in ("--data.root", "--root"):
+        status, written = script("evaluate.py", "nowhere", option, "DIR", monkeypatch=monkeypatch, capsys=capsys)
+        assert status == 2
+        assert written.err == "error: nowhere: there is no such run folder or checkpoint\n"
