@@ -11,7 +11,7 @@ train: $(VENV)/.ready
 	$(VENV)/bin/python scripts/train.py --config $(CONFIG) $(ARGS)
 
 test: $(VENV)/.ready
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .

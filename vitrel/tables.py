@@ -41,6 +41,9 @@ class LearnedTable(nn.Module):
         init_std: Standard deviation of the truncated normal that fills it; 0 fills it with zeros.
     """
 
+    notes = ("offset_h", "offset_w", "trained")
+    """What a checkpoint holds beside the entries, where it cannot be read off their shape."""
+
     def __init__(
         self,
         heads: int,
@@ -115,14 +118,14 @@ class LearnedTable(nn.Module):
     def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
         """The entries, and what cannot be read off their shape: another map than clamp, entries never trained."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, axis in zip(("offset_h", "offset_w"), self.axes, strict=True):
+        for name, axis in zip(self.notes, self.axes, strict=False):
             if axis.kind != "clamp" or not axis.directed:
                 destination[prefix + name] = axis.entry_offsets()
         if self.trained != (self.axes[0].size, self.axes[1].size):
             destination[prefix + "trained"] = torch.tensor(self.trained)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):  # type: ignore[no-untyped-def]
-        maps = [state_dict.pop(prefix + name, None) for name in ("offset_h", "offset_w")]
+        maps = [state_dict.pop(prefix + name, None) for name in self.notes[:2]]
         trained = state_dict.pop(prefix + "trained", None)
         old, known = list(self.axes), list(self.trained)
         for name, parameter in self.named_parameters():

@@ -13,6 +13,7 @@ from timm.models import save_for_hf
 from torch import nn
 
 import vitrel
+from vitrel.tables import LearnedTable
 from vitrel.training.checkpoint import check_agreement, stored_config, weights_file
 from vitrel.training.config import suggest
 from vitrel.training.fileio import ConfigError, one_line, whole_folder
@@ -141,7 +142,9 @@ def _check_loaded(model: nn.Module, config: ModelConfig) -> None:
     cfg: Any = model.pretrained_cfg
     classifier = cfg.get("classifier") or ()
     heads = (classifier,) if isinstance(classifier, str) else tuple(classifier)
-    differing = sorted(k for k in stored ^ set(model.state_dict()) if not k.startswith(tuple(f"{h}." for h in heads)))
+    apart = tuple(f"{head}." for head in heads)
+    names = stored ^ set(model.state_dict())
+    differing = sorted(k for k in names if not k.startswith(apart) and k.rsplit(".", 1)[-1] not in LearnedTable.notes)
     if differing:
         where = f"only in {config.checkpoint}" if differing[0] in stored else "not in it"
         raise ConfigError(
