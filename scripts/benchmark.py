@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
 import timm
 import torch
 import torch.nn.functional as F
@@ -30,20 +29,12 @@ from timm.layers import RelPosBias, RotaryEmbeddingCat, apply_rot_embed_cat
 from timm.models.eva import Eva
 from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 from timm.models.vision_transformer_sam import get_decomposed_rel_pos_bias
-from torch.utils.data import DataLoader
 
 from vitrel.attention import RelativeAttention2d
 from vitrel.backends import BACKENDS, Case, choose
 from vitrel.grid import Grid
 from vitrel.relpos import RelPos
-from vitrel.training.config import parse
-from vitrel.training.data import PictureDataModule, normalize
-from vitrel.training.fileio import ConfigError, write_whole
-from vitrel.training.model import build_model
-from vitrel.training.run import guarded
-from vitrel.training.sources import find_source
-from vitrel.training.task import ClassificationTask
-from vitrel.training.transforms import InputConfig
+from vitrel.training.fileio import one_line, write_whole
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 HEADS, WIDTH = 6, 64  # of "attention" and "memory": those of a ViT-S
@@ -298,6 +289,17 @@ def memory(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def loader(argv: list[str], steps: int, repeats: int, sync: Run) -> list[dict[str, Any]]:
     """``steps`` steps of the Lightning run of a config, from its loader and from batches already in memory."""
+    # Here, so that the fresh processes of "memory" start without Lightning and its company.
+    import pytorch_lightning as pl
+    from torch.utils.data import DataLoader
+
+    from vitrel.training.config import parse
+    from vitrel.training.data import PictureDataModule, normalize
+    from vitrel.training.model import build_model
+    from vitrel.training.sources import find_source
+    from vitrel.training.task import ClassificationTask
+    from vitrel.training.transforms import InputConfig
+
     config = parse(argv, [CONFIGS])
     source = find_source(config.data)
     net = build_model(config.model, len(source.classes))
@@ -350,29 +352,26 @@ def main() -> int:
             parser.error(f"--{name}: expected at least {least}, got {getattr(args, name)}")
     sync: Run = torch.cuda.synchronize if args.device == "cuda" else lambda: None
 
-    def measure() -> None:
-        kinds = {
-            "attention": lambda: attention(args, sync),
-            "model": lambda: whole_models(args, sync, train=False),
-            "train": lambda: whole_models(args, sync, train=True),
-            "memory": lambda: memory(args),
-            "loader": lambda: loader(rest, args.steps, args.repeats, sync),
-        }
-        try:
-            rows = kinds[args.what]()
-        except (ValueError, RuntimeError) as error:
-            raise ConfigError(str(error)) from error
-        if not rows:
-            return
+    kinds: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "attention": lambda: attention(args, sync),
+        "model": lambda: whole_models(args, sync, train=False),
+        "train": lambda: whole_models(args, sync, train=True),
+        "memory": lambda: memory(args),
+        "loader": lambda: loader(rest, args.steps, args.repeats, sync),
+    }
+    try:
+        rows = kinds[args.what]()
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
+        return 2
+    if rows:
         show(rows)
-        if args.json:
-            machine = {"torch": torch.__version__, "cpu": platform.processor(), "threads": torch.get_num_threads()}
-            if args.device == "cuda":
-                machine["gpu"] = torch.cuda.get_device_name()
-            record = {"command": " ".join(sys.argv), "machine": machine, "rows": rows}
-            write_whole(args.json, json.dumps(record, indent=1) + "\n")
-
-    return guarded(measure)
+    if rows and args.json:
+        machine: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+        machine["device"] = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor()
+        record = {"command": " ".join(sys.argv), "machine": machine, "rows": rows}
+        write_whole(args.json, json.dumps(record, indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":

@@ -212,9 +212,14 @@ def _patch_summands(q: Tensor, k: Tensor, position: Position, q_grid: Where, k_g
 
 
 def axis_tables(term: str, position: Position, q_grid: Grid, k_grid: Grid) -> Tables:
-    """A term's separable tables as read by each pair of rows and of columns, see ``axis_lookup``."""
-    key = ("axis tables", term, q_grid, k_grid)
-    return position.recall(key, lambda: axis_lookup(position.tables[term], position.axes, q_grid, k_grid))
+    """A term's separable tables, scaled, as read by each pair of rows and of columns, see ``axis_lookup``."""
+
+    def make() -> Tables:
+        scale = position.scales[term]
+        tables = tuple(t if scale == 1 else scale * t for t in position.tables[term])
+        return axis_lookup(tables, position.axes, q_grid, k_grid)
+
+    return position.recall(("axis tables", term, q_grid, k_grid), make)
 
 
 def query_profiles(q: Tensor, position: Position, q_grid: Grid, k_grid: Grid) -> tuple[Tensor, Tensor]:
@@ -233,9 +238,13 @@ def query_profiles(q: Tensor, position: Position, q_grid: Grid, k_grid: Grid) ->
     row_parts, col_parts = [], []
     if "query" in position.terms:
         rh, rw = axis_tables("query", position, q_grid, k_grid)
-        grid = table_queries(q, position).unflatten(2, (q_grid.rows, q_grid.cols))
+        grid = q.unflatten(2, (q_grid.rows, q_grid.cols))
         row_parts.append(torch.einsum("bhyxd,hykd->bhyxk", grid, rh))
         col_parts.append(torch.einsum("bhyxd,hxkd->bhyxk", grid, rw))
+        if "v" in position.terms:
+            v = position.scales["v"] / position.scales["query"] * position.vectors["v"]
+            row_parts.append(torch.einsum("hd,hykd->hyk", v, rh)[None, :, :, None])
+            col_parts.append(torch.einsum("hd,hxkd->hxk", v, rw)[None, :, None])
     if "bias" in position.terms:
         bh, bw = axis_tables("bias", position, q_grid, k_grid)
         row_parts.append(bh[None, :, :, None])
@@ -250,7 +259,7 @@ def key_profiles(k: Tensor, position: Position, q_grid: Grid, k_grid: Grid) -> t
         (B, H, query rows, Lk) and (B, H, query columns, Lk).
     """
     ph, pw = axis_tables("key", position, q_grid, k_grid)
-    grid = (position.scales["key"] * k).unflatten(2, (k_grid.rows, k_grid.cols))
+    grid = k.unflatten(2, (k_grid.rows, k_grid.cols))
     rows = torch.einsum("bhyxd,hkyd->bhkyx", grid, ph).flatten(3)
     cols = torch.einsum("bhyxd,hkxd->bhkyx", grid, pw).flatten(3)
     return rows, cols

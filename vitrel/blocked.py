@@ -6,6 +6,7 @@ memory is that of the profiles and of one block, at about the speed of a bias th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -135,11 +136,12 @@ class _Plan:
         return parts
 
     def bias(
-        self, parts: dict[str, Tensor], n_rows: int, attn_mask: Tensor | None, like: Tensor
+        self, parts: dict[str, Tensor], n_rows: int, attn_mask: Tensor | None, like: Tensor, room: _Room
     ) -> tuple[Tensor, Tensor | None]:
         """A block's bias, (B or 1, H, queries, Lk), and which of its queries see a key."""
         batch = max([1, *(part.shape[0] for part in parts.values())])
-        bias = like.new_empty(batch, like.shape[1], n_rows, self.q_grid.cols, self.k_prefix + self.k_grid.patches)
+        shape = (batch, like.shape[1], n_rows, self.q_grid.cols, self.k_prefix + self.k_grid.patches)
+        bias = room("bias", shape, like.dtype)
         bias[..., : self.k_prefix] = parts.get("from_patch", 0)
         between = bias[..., self.k_prefix :]
         if "rows" in parts:
@@ -171,14 +173,37 @@ class _Plan:
             parts["cols"] += grad.sum(-2).sum_to_size(parts["cols"].shape)
 
 
-def _weights(q: Tensor, k: Tensor, bias: Tensor, visible: Tensor | None, scale: float) -> Tensor:
-    """Softmax weights of a block, (B * H, queries, Lk), in the type of q; the bias is used up."""
-    scores = bias.to(q.dtype).expand(*q.shape[:3], -1).flatten(0, 1)
-    scores = torch.baddbmm(scores, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=scale)
-    weights = scores.softmax(-1)
+class _Room:
+    """Buffers of the size of the largest block, which all blocks use in turn."""
+
+    def __init__(self, plan: _Plan, q: Tensor, keys: int) -> None:
+        b, h, rows = next(plan.blocks(*q.shape[:2]))
+        queries = (rows.stop - rows.start) * plan.q_grid.cols
+        self._numbers = len(range(*b.indices(len(q)))) * len(range(*h.indices(q.shape[1]))) * queries * keys
+        self._like = q
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if (name, dtype) not in self._buffers:
+            self._buffers[name, dtype] = self._like.new_empty(self._numbers, dtype=dtype)
+        return self._buffers[name, dtype][: math.prod(shape)].view(shape)
+
+
+def _weights(
+    q: Tensor, k: Tensor, bias: Tensor, visible: Tensor | None, scale: float, room: _Room
+) -> tuple[Tensor, Tensor]:
+    """Softmax weights of a block, (B * H, queries, Lk), in the type of q, and a buffer of their shape to use."""
+    shape = (q.shape[0] * q.shape[1], q.shape[2], k.shape[2])
+    if bias.shape[:2] == q.shape[:2] and bias.dtype == q.dtype and bias.is_contiguous():
+        scores = bias.view(shape)
+    else:
+        scores = room("scores", shape, q.dtype)
+        scores.unflatten(0, q.shape[:2]).copy_(bias)
+    scores.baddbmm_(q.flatten(0, 1), k.flatten(0, 1).mT, alpha=scale)
+    weights = torch.softmax(scores, -1, out=room("weights", shape, q.dtype))
     if visible is not None:
         weights.masked_fill_(~visible.expand(*q.shape[:3], 1).flatten(0, 1), 0)
-    return weights
+    return weights, scores
 
 
 class _Blocked(torch.autograd.Function):
@@ -198,18 +223,18 @@ class _Blocked(torch.autograd.Function):
         out = v.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
         k_rows, k_cols = (plan.k_grid.rows, plan.k_grid.cols) if plan.value else (0, 0)
         on_rows, on_cols = v.new_empty(batch, heads, length, k_rows), v.new_empty(batch, heads, length, k_cols)
-        wide = torch.promote_types(q.dtype, torch.float32)
+        wide, room = torch.promote_types(q.dtype, torch.float32), _Room(plan, q, k.shape[2])
         with torch.autocast(q.device.type, enabled=False):
             for b, h, rows in plan.blocks(batch, heads):
                 i = plan.tokens(rows)
                 qs, ks, vs = q[b, h, i], k[b, h], v[b, h]
                 mask = _cut(_cut(_cut(attn_mask, -4, b), -3, h), -2, i)
-                bias, visible = plan.bias(plan.parts(profiles, b, h, rows), rows.stop - rows.start, mask, qs)
+                bias, visible = plan.bias(plan.parts(profiles, b, h, rows), rows.stop - rows.start, mask, qs, room)
                 if not plan.value:
                     part = F.scaled_dot_product_attention(qs, ks, vs, attn_mask=bias, scale=plan.scale)
                     out[b, h, i] = part if visible is None else part.masked_fill(~visible, 0)
                     continue
-                weights = _weights(qs.to(wide), ks.to(wide), bias, visible, plan.scale)
+                weights, _ = _weights(qs.to(wide), ks.to(wide), bias, visible, plan.scale, room)
                 out[b, h, i] = (weights @ vs.flatten(0, 1).to(wide)).unflatten(0, qs.shape[:2])
                 mass = weights[..., plan.k_prefix :].unflatten(-1, (k_rows, k_cols)).unflatten(0, qs.shape[:2])
                 on_rows[b, h, i], on_cols[b, h, i] = mass.sum(-1), mass.sum(-2)
@@ -222,7 +247,7 @@ class _Blocked(torch.autograd.Function):
         attn_mask, *saved = ctx.saved_tensors
         wide = torch.promote_types(saved[0].dtype, torch.float32)
         q, k, v = (t.to(wide).contiguous() for t in saved[:3])
-        profiles = saved[3:]
+        profiles, room = saved[3:], _Room(plan, q, k.shape[2])
         grad_out = torch.zeros_like(q) if grad_out is None else grad_out.to(wide)
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         grads = [torch.zeros_like(p, dtype=wide, memory_format=torch.contiguous_format) for p in profiles]
@@ -232,16 +257,17 @@ class _Blocked(torch.autograd.Function):
                 qs, ks = q[b, h, i], k[b, h]
                 shape = (*qs.shape[:2], rows.stop - rows.start, plan.q_grid.cols)
                 mask = _cut(_cut(_cut(attn_mask, -4, b), -3, h), -2, i)
-                bias, visible = plan.bias(plan.parts(profiles, b, h, rows), shape[2], mask, saved[0][b, h, i])
-                weights = _weights(qs, ks, bias, visible, plan.scale)
+                bias, visible = plan.bias(plan.parts(profiles, b, h, rows), shape[2], mask, saved[0][b, h, i], room)
+                weights, buffer = _weights(qs, ks, bias, visible, plan.scale, room)
                 grad = grad_out[b, h, i].flatten(0, 1)
-                grad_weights = torch.bmm(grad, v[b, h].flatten(0, 1).mT)
+                grad_weights = torch.bmm(grad, v[b, h].flatten(0, 1).mT, out=buffer)
                 if grad_rows is not None or grad_cols is not None:
                     by_line = grad_weights[..., plan.k_prefix :].unflatten(-1, (plan.k_grid.rows, plan.k_grid.cols))
                     for mass, dim in ((grad_rows, -1), (grad_cols, -2)):
                         if mass is not None:
                             by_line += mass[b, h, i].flatten(0, 1).to(wide).unsqueeze(dim)
-                grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, wide)
+                grad_scores = room("gradient", tuple(weights.shape), wide)
+                torch._softmax_backward_data(grad_weights, weights, -1, wide, grad_input=grad_scores)
                 plan.add_gradients(plan.parts(grads, b, h, rows), grad_scores.view(*shape, -1))
                 grad_q[b, h, i] = (grad_scores @ ks.flatten(0, 1)).mul_(plan.scale).unflatten(0, shape[:2])
                 grad_k[b, h] += (grad_scores.mT @ qs.flatten(0, 1)).mul_(plan.scale).unflatten(0, shape[:2])

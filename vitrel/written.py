@@ -56,16 +56,16 @@ def written(
         if position.prefix is not None:
             bias = prefix_bias(position.prefix, q_prefix, k_prefix, q.shape[2], k.shape[2])
         if {"query", "bias"} & terms:
-            q_table, q_bias = _query_table(position, like=q)
+            q_table, q_bias = position.recall(("query table", q.dtype), lambda: _query_table(position, like=q))
         if "key" in terms:
-            k_table = position.scales["key"] * torch.cat(tables["key"], 1)
+            k_table = position.recall("key table", lambda: position.scales["key"] * torch.cat(tables["key"], 1))
     u = raw_q = raw_k = None
     if position.frequencies is not None:
         raw_q, raw_k = q if q_table is not None else None, k if k_table is not None else None
         q, k = content_inputs(q, k, position, q_grid, k_grid)
     elif "u" in terms:
         u = position.scales["u"] / position.scales["content"] * position.vectors["u"]
-    v_table = torch.cat(tables["value"], 1) if "value" in terms else None
+    v_table = position.recall("value table", lambda: torch.cat(tables["value"], 1)) if "value" in terms else None
     tensors = [q, k, v, raw_q, raw_k, u, bias, q_table, q_bias, k_table, v_table]
     if torch.is_autocast_enabled(q.device.type):
         half = torch.get_autocast_dtype(q.device.type)
