@@ -158,6 +158,8 @@ class PositionTerms(nn.Module):
             for module in self.children():
                 if isinstance(module, LearnedTable):
                     module.note_training(grid_size)
+        if torch.compiler.is_compiling():
+            return self._position(grid_size)
         if not self._may_keep():
             self._kept = None
             return self._position(grid_size)
@@ -174,7 +176,6 @@ class PositionTerms(nn.Module):
         return (
             not self.training
             and not torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
             and not torch.jit.is_tracing()
             and not torch._C._are_functorch_transforms_active()
             and all(type(p) is nn.Parameter and p.device.type == "cpu" for p in self.parameters())
