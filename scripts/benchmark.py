@@ -361,7 +361,7 @@ def main() -> int:
     }
     try:
         rows = kinds[args.what]()
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
         print(f"error: {one_line(str(error))}", file=sys.stderr)
         return 2
     if rows:

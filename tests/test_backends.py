@@ -107,3 +107,27 @@ def test_explain_counts_bytes_that_grow_with_the_tokens_and_not_with_their_squar
             extra[side] = report.extra_bytes
         assert extra[64] <= 8 * extra[32]
         assert extra[64] < 6 * 4096**2 * 4 / 5
+
+
+@pytest.mark.parametrize("backend", ["written", "blocked"])
+def test_second_derivatives_are_refused_and_not_wrong(backend):
+    model = timm.create_model("vitrel_micro_patch4_32", rel_pos="txl+value", depth=1, img_size=16, backend=backend)
+    x = torch.randn(1, 3, 16, 16, requires_grad=True)
+    (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    table = model.blocks[0].attn.position.query.table_h
+    for wanted in (x, table):
+        with pytest.raises(RuntimeError, match=rf"'{backend}' cannot be differentiated twice; .* backend='reference'"):
+            torch.autograd.grad(grad.sum(), wanted, retain_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("preset", ["bias", "txl", "shaw", "deberta", "rope", "swin"])
+@pytest.mark.parametrize("backend", ["auto", "dense", "reference", "written", "folded", "blocked"])
+def test_a_batch_of_none(backend, preset):
+    if backend != "auto" and unsuited(backend, case(preset)):
+        return
+    attn = vitrel.RelativeAttention2d(16, 2, grid_size=(3, 5), rel_pos=preset, backend=backend, num_prefix_tokens=1)
+    out = attn(torch.zeros(0, 16, 16, requires_grad=True))
+    assert out.shape == (0, 16, 16)
+    out.sum().backward()

@@ -8,6 +8,9 @@ comes after the sum of all terms; a hidden key has weight exactly 0, and a row w
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -368,3 +371,21 @@ def mask_scores(scores: Tensor, attn_mask: Tensor) -> tuple[Tensor, Tensor]:
     visible = seen.any(-1, keepdim=True)
     # A row of -inf would give NaN, here and in its gradients; its output is zeroed by the caller instead.
     return scores.masked_fill(~seen & visible, -torch.inf), visible
+
+
+class FirstOrder(torch.autograd.Function):
+    """``(form, gradients, *inputs) -> gradients()``, refused when differentiated again with respect to any input.
+
+    torch's ``once_differentiable`` cuts the graph instead, so that a gradient of given inputs is wrong without a word.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, form: str, gradients: Callable[[], tuple[Tensor | None, ...]], *inputs: Any) -> Any:
+        ctx.form = form
+        return gradients()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            f"backend: {ctx.form!r} cannot be differentiated twice; build the model with backend='reference' for that"
+        )

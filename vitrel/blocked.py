@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from vitrel.attend import (
+    FirstOrder,
     biased_attention,
     content_inputs,
+    dense,
     key_profiles,
     mask_scores,
     prefix_bias,
@@ -51,6 +52,8 @@ def blocked(
     """
     if dropout_p:
         raise ValueError("backend: 'blocked' has no attention dropout; use backend='auto', or set attn_drop to 0")
+    if not len(q):
+        return dense(q, k, v, position, q_grid, k_grid, attn_mask)
     if "key" not in position.terms and not {"bias", "query", "value"} & set(position.terms) and position.prefix is None:
         q, k = content_inputs(q, k, position, q_grid, k_grid)
         return biased_attention(q, k, v, None, position.scales["content"], attn_mask)
@@ -241,39 +244,42 @@ class _Blocked(torch.autograd.Function):
         return out, on_rows, on_cols
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor | None, grad_rows: Tensor | None, grad_cols: Tensor | None) -> Any:
-        plan = ctx.plan
-        attn_mask, *saved = ctx.saved_tensors
-        wide = torch.promote_types(saved[0].dtype, torch.float32)
-        q, k, v = (t.to(wide).contiguous() for t in saved[:3])
-        profiles, room = saved[3:], _Room(plan, q, k.shape[2])
-        grad_out = torch.zeros_like(q) if grad_out is None else grad_out.to(wide)
-        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        grads = [torch.zeros_like(p, dtype=wide, memory_format=torch.contiguous_format) for p in profiles]
-        with torch.autocast(q.device.type, enabled=False):
-            for b, h, rows in plan.blocks(*q.shape[:2]):
-                i = plan.tokens(rows)
-                qs, ks = q[b, h, i], k[b, h]
-                shape = (*qs.shape[:2], rows.stop - rows.start, plan.q_grid.cols)
-                mask = _cut(_cut(_cut(attn_mask, -4, b), -3, h), -2, i)
-                bias, visible = plan.bias(plan.parts(profiles, b, h, rows), shape[2], mask, saved[0][b, h, i], room)
-                weights, buffer = _weights(qs, ks, bias, visible, plan.scale, room)
-                grad = grad_out[b, h, i].flatten(0, 1)
-                grad_weights = torch.bmm(grad, v[b, h].flatten(0, 1).mT, out=buffer)
-                if grad_rows is not None or grad_cols is not None:
-                    by_line = grad_weights[..., plan.k_prefix :].unflatten(-1, (plan.k_grid.rows, plan.k_grid.cols))
-                    for mass, dim in ((grad_rows, -1), (grad_cols, -2)):
-                        if mass is not None:
-                            by_line += mass[b, h, i].flatten(0, 1).to(wide).unsqueeze(dim)
-                grad_scores = room("gradient", tuple(weights.shape), wide)
-                torch._softmax_backward_data(grad_weights, weights, -1, wide, grad_input=grad_scores)
-                plan.add_gradients(plan.parts(grads, b, h, rows), grad_scores.view(*shape, -1))
-                grad_q[b, h, i] = (grad_scores @ ks.flatten(0, 1)).mul_(plan.scale).unflatten(0, shape[:2])
-                grad_k[b, h] += (grad_scores.mT @ qs.flatten(0, 1)).mul_(plan.scale).unflatten(0, shape[:2])
-                grad_v[b, h] += (weights.mT @ grad).unflatten(0, shape[:2])
-        return (
-            None,
-            None,
-            *(g.to(t.dtype) for g, t in zip([grad_q, grad_k, grad_v, *grads], saved, strict=True)),
-        )
+    def backward(ctx: Any, *grads_out: Tensor | None) -> Any:
+        saved = ctx.saved_tensors
+        grads = FirstOrder.apply("blocked", lambda: _gradients(ctx.plan, grads_out, *saved), *grads_out, *saved)
+        return None, None, *grads
+
+
+def _gradients(
+    plan: _Plan, grads_out: tuple[Tensor | None, ...], attn_mask: Tensor | None, *saved: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v and the profiles of ``_Blocked``."""
+    grad_out, grad_rows, grad_cols = grads_out
+    wide = torch.promote_types(saved[0].dtype, torch.float32)
+    q, k, v = (t.to(wide).contiguous() for t in saved[:3])
+    profiles, room = saved[3:], _Room(plan, q, k.shape[2])
+    grad_out = torch.zeros_like(q) if grad_out is None else grad_out.to(wide)
+    grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    grads = [torch.zeros_like(p, dtype=wide, memory_format=torch.contiguous_format) for p in profiles]
+    with torch.autocast(q.device.type, enabled=False):
+        for b, h, rows in plan.blocks(*q.shape[:2]):
+            i = plan.tokens(rows)
+            qs, ks = q[b, h, i], k[b, h]
+            shape = (*qs.shape[:2], rows.stop - rows.start, plan.q_grid.cols)
+            mask = _cut(_cut(_cut(attn_mask, -4, b), -3, h), -2, i)
+            bias, visible = plan.bias(plan.parts(profiles, b, h, rows), shape[2], mask, saved[0][b, h, i], room)
+            weights, buffer = _weights(qs, ks, bias, visible, plan.scale, room)
+            grad = grad_out[b, h, i].flatten(0, 1)
+            grad_weights = torch.bmm(grad, v[b, h].flatten(0, 1).mT, out=buffer)
+            if grad_rows is not None or grad_cols is not None:
+                by_line = grad_weights[..., plan.k_prefix :].unflatten(-1, (plan.k_grid.rows, plan.k_grid.cols))
+                for mass, dim in ((grad_rows, -1), (grad_cols, -2)):
+                    if mass is not None:
+                        by_line += mass[b, h, i].flatten(0, 1).to(wide).unsqueeze(dim)
+            grad_scores = room("gradient", tuple(weights.shape), wide)
+            torch._softmax_backward_data(grad_weights, weights, -1, wide, grad_input=grad_scores)
+            plan.add_gradients(plan.parts(grads, b, h, rows), grad_scores.view(*shape, -1))
+            grad_q[b, h, i] = (grad_scores @ ks.flatten(0, 1)).mul_(plan.scale).unflatten(0, shape[:2])
+            grad_k[b, h] += (grad_scores.mT @ qs.flatten(0, 1)).mul_(plan.scale).unflatten(0, shape[:2])
+            grad_v[b, h] += (weights.mT @ grad).unflatten(0, shape[:2])
+    return tuple(g.to(t.dtype) for g, t in zip([grad_q, grad_k, grad_v, *grads], saved, strict=True))

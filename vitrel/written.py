@@ -14,9 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from vitrel.attend import content_inputs, dense_bias, mask_scores, prefix_bias
+from vitrel.attend import FirstOrder, content_inputs, dense_bias, mask_scores, prefix_bias
 from vitrel.folded import line_entries, one_hot_lines
 from vitrel.grid import Grid, Where
 from vitrel.position import Position
@@ -134,7 +133,7 @@ def _profile(x: Tensor, table: Tensor, free: Tensor | None, entries: Tensor, pre
     """Scores of tokens (B, L, d) towards the other grid's lines, (B, L, lines), 0 for prefix tokens."""
     patches = x[:, prefix:].reshape(-1, x.shape[-1])
     per_entry = patches @ table.T if free is None else torch.addmm(free, patches, table.T)
-    profile = per_entry.view(len(x), -1, len(table)).gather(-1, entries.expand(len(x), -1, -1))
+    profile = per_entry.view(len(x), x.shape[1] - prefix, len(table)).gather(-1, entries.expand(len(x), -1, -1))
     return F.pad(profile, (0, 0, prefix, 0)) if prefix else profile
 
 
@@ -201,47 +200,54 @@ class _Written(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> Any:
-        weights, *saved = ctx.saved_tensors
-        on_entries, tensors, scale, lines = saved[:-11], saved[-11:], ctx.scale, ctx.lines
-        q, k, v, raw_q, raw_k, u, bias, q_table, _, k_table, v_table = tensors
-        wide, batch = weights.dtype, len(q)
-        grads: list[Any] = [_gradient(t, i < 5, wide) for i, t in enumerate(tensors)]
-        dq, dk, dv, draw_q, draw_k, du, dbias, dq_table, dq_bias, dk_table, dv_table = grads
-        with torch.autocast(q.device.type, enabled=False):
-            for h in range(q.shape[1]):
-                qs, ks, vs, grad = (t[:, h].to(wide) for t in (q, k, v, grad_out))
-                qu = qs if u is None else qs + u[h].to(wide)
-                torch.bmm(weights[h].mT, grad, out=dv[h])
-                grad_weights = torch.bmm(grad, vs.mT)
-                if v_table is not None:
-                    patches = grad[:, lines.q_prefix :]
-                    mass = _profile(grad, v_table[h].to(wide), None, lines.q_entries, lines.q_prefix)
-                    grad_weights.baddbmm_(mass, lines.k_lines.T.expand(batch, -1, -1))
-                    dv_table[h] = on_entries[h].flatten(0, 1).T @ patches.flatten(0, 1)
-                grad_scores = torch._softmax_backward_data(grad_weights, weights[h], -1, wide)
-                torch.baddbmm(dq[h], grad_scores, ks, beta=0, alpha=scale, out=dq[h])
-                torch.baddbmm(dk[h], grad_scores.mT, qu, beta=0, alpha=scale, out=dk[h])
-                if u is not None:
-                    du[h] = dq[h].sum((0, 1))
-                if bias is not None:
-                    dbias[:, h] = grad_scores if len(bias) == batch else grad_scores.sum(0, keepdim=True)
-                if q_table is not None:
-                    x, dx = (qs, dq[h]) if raw_q is None else (raw_q[:, h].to(wide), draw_q[h])
-                    profile = torch.bmm(grad_scores, lines.k_lines.expand(batch, -1, -1))
-                    per_entry = _per_entry(profile, lines.q_entries, lines.q_prefix, q_table.shape[1])
-                    dq_table[h] = per_entry.flatten(0, 1).T @ x[:, lines.q_prefix :].flatten(0, 1)
-                    dq_bias[h] = per_entry.sum((0, 1))
-                    dx[:, lines.q_prefix :] += per_entry @ q_table[h].to(wide)
-                if k_table is not None:
-                    x, dx = (ks, dk[h]) if raw_k is None else (raw_k[:, h].to(wide), draw_k[h])
-                    profile = torch.bmm(grad_scores.mT, lines.q_lines.expand(batch, -1, -1))
-                    per_entry = _per_entry(profile, lines.k_entries, lines.k_prefix, k_table.shape[1])
-                    dk_table[h] = per_entry.flatten(0, 1).T @ x[:, lines.k_prefix :].flatten(0, 1)
-                    dx[:, lines.k_prefix :] += per_entry @ k_table[h].to(wide)
-        grads = [g if g is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True)]
-        return (None, None, None, *(g.transpose(0, 1) if g is not None and i < 5 else g for i, g in enumerate(grads)))
+        saved = ctx.saved_tensors
+        grads = FirstOrder.apply(
+            "written", lambda: _gradients(ctx.scale, ctx.lines, grad_out, *saved), grad_out, *saved
+        )
+        return None, None, None, *grads
+
+
+def _gradients(scale: float, lines: Any, grad_out: Tensor, weights: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
+    """Gradients of the eleven tensors of ``_Written``; ``saved`` are each head's weights on entries, then these."""
+    on_entries, tensors = saved[:-11], saved[-11:]
+    q, k, v, raw_q, raw_k, u, bias, q_table, _, k_table, v_table = tensors
+    wide, batch = weights.dtype, len(q)
+    grads: list[Any] = [_gradient(t, i < 5, wide) for i, t in enumerate(tensors)]
+    dq, dk, dv, draw_q, draw_k, du, dbias, dq_table, dq_bias, dk_table, dv_table = grads
+    with torch.autocast(q.device.type, enabled=False):
+        for h in range(q.shape[1]):
+            qs, ks, vs, grad = (t[:, h].to(wide) for t in (q, k, v, grad_out))
+            qu = qs if u is None else qs + u[h].to(wide)
+            torch.bmm(weights[h].mT, grad, out=dv[h])
+            grad_weights = torch.bmm(grad, vs.mT)
+            if v_table is not None:
+                patches = grad[:, lines.q_prefix :]
+                mass = _profile(grad, v_table[h].to(wide), None, lines.q_entries, lines.q_prefix)
+                grad_weights.baddbmm_(mass, lines.k_lines.T.expand(batch, -1, -1))
+                dv_table[h] = on_entries[h].flatten(0, 1).T @ patches.flatten(0, 1)
+            grad_scores = torch._softmax_backward_data(grad_weights, weights[h], -1, wide)
+            torch.baddbmm(dq[h], grad_scores, ks, beta=0, alpha=scale, out=dq[h])
+            torch.baddbmm(dk[h], grad_scores.mT, qu, beta=0, alpha=scale, out=dk[h])
+            if u is not None:
+                du[h] = dq[h].sum((0, 1))
+            if bias is not None:
+                dbias[:, h] = grad_scores if len(bias) == batch else grad_scores.sum(0, keepdim=True)
+            if q_table is not None:
+                x, dx = (qs, dq[h]) if raw_q is None else (raw_q[:, h].to(wide), draw_q[h])
+                profile = torch.bmm(grad_scores, lines.k_lines.expand(batch, -1, -1))
+                per_entry = _per_entry(profile, lines.q_entries, lines.q_prefix, q_table.shape[1])
+                dq_table[h] = per_entry.flatten(0, 1).T @ x[:, lines.q_prefix :].flatten(0, 1)
+                dq_bias[h] = per_entry.sum((0, 1))
+                dx[:, lines.q_prefix :] += per_entry @ q_table[h].to(wide)
+            if k_table is not None:
+                x, dx = (ks, dk[h]) if raw_k is None else (raw_k[:, h].to(wide), draw_k[h])
+                profile = torch.bmm(grad_scores.mT, lines.q_lines.expand(batch, -1, -1))
+                per_entry = _per_entry(profile, lines.k_entries, lines.k_prefix, k_table.shape[1])
+                dk_table[h] = per_entry.flatten(0, 1).T @ x[:, lines.k_prefix :].flatten(0, 1)
+                dx[:, lines.k_prefix :] += per_entry @ k_table[h].to(wide)
+    grads = [g if g is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True)]
+    return tuple(g.transpose(0, 1) if g is not None and i < 5 else g for i, g in enumerate(grads))
 
 
 def _gradient(x: Tensor | None, by_head: bool, wide: torch.dtype) -> Tensor | None:
