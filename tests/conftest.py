@@ -3,12 +3,19 @@
 import os
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the workers and the commands they run share the cores
+
 import pytest
 import torch
 
 os.environ["WANDB_MODE"] = "off"  # a test that wants W&B asks for it
 
 SHARED = Path(os.environ.get("VITREL_SHARED", Path(__file__).parents[2] / "shared"))
+
+
+def pytest_collection_modifyitems(items):
+    """The long ones first, so that no worker is left alone with one at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture(autouse=True)

@@ -263,6 +263,7 @@ def test_missing_packages_are_named(run, tmp_path, monkeypatch):
         export(run, tmp_path / "shared", onnx=True)
 
 
+@pytest.mark.slow
 def test_the_script(run, tmp_path):
     def script(*words):
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}

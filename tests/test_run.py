@@ -216,6 +216,7 @@ def script(name, *options, cwd, **environ):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_scripts_run_from_anywhere_without_key_network_or_terminal(tmp_path):
     options = ("--config", "digits", "--trainer.max_epochs", "1", "--trainer.limit_train_batches", "2")
     trained = script("train.py", *options, cwd=tmp_path, WANDB_MODE="online")

@@ -303,6 +303,7 @@ def test_no_graph_break(rel_pos):
     assert report.graph_break_count == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rel_pos", ["bias", "txl", "rope"])
 def test_compiling_for_many_sizes_stays_bounded(rel_pos):
     torch.compiler.reset()
