@@ -111,12 +111,11 @@ def _score_columns(
 def _query_columns(q: Tensor, position: Position, q_grid: Where, k_grid: Where) -> list[Tensor]:
     """(B or 1, H, Lq, key rows) and (B or 1, H, Lq, key columns)."""
     columns = []
+    x = table_queries(q, position) if "query" in position.terms else None
     for axis, entry in enumerate(line_entries(position.axes, q_grid, k_grid, q.device)):
         bias = position.tables["bias"][axis][:, None] if "bias" in position.terms else None
-        if "query" in position.terms:
-            columns.append(
-                gather_scores(table_queries(q, position), position.tables["query"][axis], entry[:, None], bias)
-            )
+        if x is not None:
+            columns.append(gather_scores(x, position.tables["query"][axis], entry[:, None], bias))
         elif bias is not None:
             columns.append(bias[:, 0, entry].transpose(0, 1))
     return columns
