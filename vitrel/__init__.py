@@ -14,6 +14,7 @@ from vitrel.family import position_parameters
 from vitrel.maps import bias_maps, coverage
 from vitrel.relativize import plain, relativize
 from vitrel.relpos import RelPos
+from vitrel.strips import StripReader
 
 if TYPE_CHECKING:
     from vitrel.plots import plot_bias_maps
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "RelPos",
     "RelativeAttention2d",
+    "StripReader",
     "bias_maps",
     "coverage",
     "explain",

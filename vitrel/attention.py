@@ -12,10 +12,31 @@ from torch import Tensor, nn
 from vitrel import attend
 from vitrel.backends import BACKENDS, Case, check, choose, extra_numbers, traced, why
 from vitrel.grid import Grid, Where
+from vitrel.masks import masked_softmax
 from vitrel.position import Position, PositionTerms
 from vitrel.relpos import RelPos
 
 _is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # torch 2.6 has the second alone
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The rows above a strip of a taller image, for one attention.
+
+    Attributes:
+        hidden: What this attention was given for the patches of the rows above, (B, strip.top * strip.cols, D).
+        strip: The strip's own grid; its ``top`` is the number of rows above.
+        table_grid: (h, w) in patches that tables are read for.
+    """
+
+    hidden: Tensor
+    strip: Grid
+    table_grid: tuple[int, int]
+
+    @property
+    def seen(self) -> Grid:
+        """The grid of the keys: the rows above and the strip."""
+        return Grid(self.strip.top + self.strip.rows, self.strip.cols)
 
 
 @register_notrace_module  # torch.fx sees one node: what runs depends on the number of tokens, which a trace has not
@@ -67,6 +88,7 @@ class RelativeAttention2d(Attention):
         self.grid_size, self.num_prefix_tokens = grid_size, num_prefix_tokens
         self.backend, self._spec = backend, spec
         self.places: Where | None = None  # where the patches of this batch lie, if not on the grid of the tables
+        self.memory: Memory | None = None  # set while a strip of a taller image is read
         # In a tuple, so that a position held by another layer is not registered (and saved) here again.
         self._shared: tuple[PositionTerms, ...] = ()
 
@@ -108,7 +130,7 @@ class RelativeAttention2d(Attention):
         """The timm attention with the same layers (not copies) and without position."""
         plain = _same_layers(self, self.plain_class)
         # num_prefix_tokens stays: timm's rotary attentions have it themselves
-        for name in ("position", "grid_size", "_spec", "backend", "places", "_shared"):
+        for name in ("position", "grid_size", "_spec", "backend", "places", "memory", "_shared"):
             delattr(plain, name)
         return plain
 
@@ -135,7 +157,8 @@ class RelativeAttention2d(Attention):
 
         Args:
             x: (B, L, D), L = num_prefix_tokens + h * w.
-            attn_mask: Boolean (True = attend) or additive, broadcastable to (B, H, L, L).
+            attn_mask: Boolean (True = attend) or additive, broadcastable to (B, H, L, L); with a memory of M patches
+                to (B, H, L, num_prefix_tokens + M + h * w).
             is_causal: Hide keys behind the query in token order, besides those that ``attn_mask`` hides.
 
         Returns:
@@ -145,26 +168,26 @@ class RelativeAttention2d(Attention):
             ValueError: If L is not that of the grid, the mask does not fit, or the backend asked for cannot serve the
                 call.
         """
-        where, position = self._where(attn_mask)
-        q, k, v = self._qkv(x, where)
-        attn_mask = self._mask(x, attn_mask, is_causal)
+        q_where, k_where, position = self._where(attn_mask)
+        q, k, v = self._qkv(x, q_where)
+        attn_mask = self._mask(x, k, attn_mask, is_causal)
         if self.fused_attn:
             dropout_p = self.attn_drop.p if self.training else 0.0
             case = Case(
                 self._spec,
-                x.shape[1],
+                k.shape[2],
                 x.device.type,
                 grad=torch.is_grad_enabled(),
-                full_grids=isinstance(where, Grid),
+                full_grids=isinstance(q_where, Grid),
                 traced=traced(),
                 dropout=dropout_p > 0,
                 mask_grad=attn_mask is not None and attn_mask.requires_grad,
             )
-            out = BACKENDS[self.choose(case)](q, k, v, position, where, where, attn_mask, dropout_p)
+            out = BACKENDS[self.choose(case)](q, k, v, position, q_where, k_where, attn_mask, dropout_p)
         else:
-            scores = attend.dense_scores(q, k, position, where, where)
-            weights = self.attn_drop(attend.masked_softmax(scores, attn_mask))
-            out = attend.weigh(weights, v, position, where, where)
+            scores = attend.dense_scores(q, k, position, q_where, k_where)
+            weights = self.attn_drop(masked_softmax(scores, attn_mask))
+            out = attend.weigh(weights, v, position, q_where, k_where)
         return self._project(out, x)
 
     def choose(self, case: Case) -> str:
@@ -175,12 +198,18 @@ class RelativeAttention2d(Attention):
         """Why a call takes this backend."""
         return why(backend, case) if self.backend == "auto" else "asked for"
 
-    def _where(self, attn_mask: Tensor | None) -> tuple[Where, Position]:
+    def _where(self, attn_mask: Tensor | None) -> tuple[Where, Where, Position]:
+        """Where queries and keys lie, and the position to read."""
+        if self.memory is not None:
+            seen = self.memory.seen
+            position = self.position_terms(self.memory.table_grid, reads=(seen.rows, seen.cols))
+            return self.memory.strip, seen, position
         # Coordinates come with the mask: under checkpointing a block runs again later, and gets its own mask again.
         places = getattr(attn_mask, "places", self.places)
         if places is not None:
-            return places, self.position_terms()
-        return Grid(*self.grid_size), self.position_terms(self.grid_size)
+            return places, places, self.position_terms()
+        grid = Grid(*self.grid_size)
+        return grid, grid, self.position_terms(self.grid_size)
 
     def _project(self, out: Tensor, x: Tensor) -> Tensor:
         """The output layers: heads (B, H, L, d) to (B, L, D), gated by the input x."""
@@ -192,19 +221,21 @@ class RelativeAttention2d(Attention):
             out = out * self.gate(x).sigmoid()
         return self.proj_drop(self.proj(out))
 
-    def _mask(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor | None:
-        attn_mask = self._check_mask(attn_mask, x)
+    def _mask(self, x: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor | None:
+        attn_mask = self._check_mask(attn_mask, x, k)
         if not is_causal:
             return attn_mask
+        if k.shape[2] != x.shape[1]:
+            raise ValueError("is_causal: the rows of a memory have no place in token order; leave it out")
         causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
         if attn_mask is None or attn_mask.dtype == torch.bool:
             return causal if attn_mask is None else attn_mask & causal
         return attn_mask.masked_fill(~causal, -torch.inf)
 
-    def _check_mask(self, attn_mask: Tensor | None, x: Tensor) -> Tensor | None:
+    def _check_mask(self, attn_mask: Tensor | None, x: Tensor, k: Tensor) -> Tensor | None:
         if attn_mask is None:
             return None
-        full = (x.shape[0], self.num_heads, x.shape[1], x.shape[1])
+        full = (x.shape[0], self.num_heads, x.shape[1], k.shape[2])
         fits = attn_mask.ndim <= 4 and all(m in (1, n) for m, n in zip(attn_mask.shape[::-1], full[::-1], strict=False))
         if not fits or not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
             raise ValueError(
@@ -222,9 +253,9 @@ class RelativeAttention2d(Attention):
 
         ``rotary`` is what turning changes of the content term. ``value`` acts on the output and has no summand.
         """
-        where, position = self._where(None)
-        q, k, _ = self._qkv(x, where)
-        return attend.reference_terms(q, k, position, where, where)
+        q_where, k_where, position = self._where(None)
+        q, k, _ = self._qkv(x, q_where)
+        return attend.reference_terms(q, k, position, q_where, k_where)
 
     def _qkv(self, x: Tensor, where: Where) -> tuple[Tensor, Tensor, Tensor]:
         if x.ndim != 3:
@@ -235,7 +266,13 @@ class RelativeAttention2d(Attention):
                 f"x has {x.shape[1]} tokens, expected {self.num_prefix_tokens} prefix tokens and {size} patches "
                 f"({self.num_prefix_tokens + where.patches}); set grid_size and num_prefix_tokens to what x holds"
             )
-        q, k, v = self._heads(x)
+        if self.memory is None:
+            q, k, v = self._heads(x)
+        else:
+            prefix, patches = x.tensor_split([self.num_prefix_tokens], 1)
+            q, k, v = self._heads(torch.cat([prefix, self.memory.hidden, patches], 1))
+            above = self.memory.hidden.shape[1]
+            q = torch.cat([q[:, :, : prefix.shape[1]], q[:, :, prefix.shape[1] + above :]], 2) if above else q
         return self.q_norm(q), self.k_norm(k), v
 
     def _heads(self, x: Tensor) -> tuple[Tensor, ...]:

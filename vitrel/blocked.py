@@ -15,19 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrel.attend import (
-    FirstOrder,
-    biased_attention,
-    content_inputs,
-    dense,
-    key_profiles,
-    mask_scores,
-    prefix_bias,
-    query_profiles,
-    table_values,
-)
+from vitrel.attend import biased_attention, dense
+from vitrel.firstorder import FirstOrder
 from vitrel.grid import Grid
+from vitrel.masks import mask_scores
 from vitrel.position import Position
+from vitrel.profiles import content_inputs, key_profiles, prefix_bias, query_profiles, table_values
 
 BLOCK_QUERIES, BLOCK_BYTES = 256, 8 << 20  # of one float32 block of scores: measured best at 32x32 and 64x64
 

@@ -14,6 +14,7 @@ from vitrel import attend
 from vitrel.attention import RelativeAttention2d
 from vitrel.backends import Case
 from vitrel.grid import Where
+from vitrel.masks import masked_softmax
 from vitrel.position import Position
 from vitrel.relpos import TERMS
 
@@ -47,9 +48,9 @@ class RelativeAttentionRope(RelativeAttention2d, AttentionRope):  # type: ignore
         """
         if rope is None:
             return super().forward(x, attn_mask, is_causal)
-        where, position = self._where(attn_mask)
+        where, _, position = self._where(attn_mask)
         q, k, v = self._qkv(x, where)
-        attn_mask = self._mask(x, attn_mask, is_causal)
+        attn_mask = self._mask(x, k, attn_mask, is_causal)
         scale, turned = position.scales["content"], (self._turn(q, rope), self._turn(k, rope))
         bias = self._bias(q, k, position, where)
         if self.fused_attn and self.backend != "reference" and "value" not in position.terms:
@@ -57,7 +58,7 @@ class RelativeAttentionRope(RelativeAttention2d, AttentionRope):  # type: ignore
             out = attend.biased_attention(*turned, v, bias, scale, attn_mask, dropout_p)
         else:
             scores = scale * turned[0] @ turned[1].mT
-            weights = self.attn_drop(attend.masked_softmax(scores if bias is None else scores + bias, attn_mask))
+            weights = self.attn_drop(masked_softmax(scores if bias is None else scores + bias, attn_mask))
             out = attend.weigh(weights, v, position, where, where)
         return self._project(out, x)
 
@@ -82,7 +83,7 @@ class RelativeAttentionRope(RelativeAttention2d, AttentionRope):  # type: ignore
 
     def terms(self, x: Tensor, rope: Tensor | None = None) -> dict[str, Tensor]:
         """As ``RelativeAttention2d.terms``; ``rotary`` is what ``rope`` changes of the content term."""
-        where, position = self._where(None)
+        where, _, position = self._where(None)
         q, k, _ = self._qkv(x, where)
         terms = attend.reference_terms(q, k, position, where, where)
         if rope is not None:

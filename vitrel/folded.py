@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrel.attend import content_inputs, gather_scores, mask_scores, scatter_values, table_queries
 from vitrel.grid import Where, offsets
+from vitrel.masks import mask_scores
 from vitrel.position import Position
+from vitrel.profiles import content_inputs, gather_scores, scatter_values, table_queries
 from vitrel.tables import Axes
 
 

@@ -121,35 +121,28 @@ class PositionTerms(nn.Module):
             if isinstance(table, (LearnedTable, SinusoidTable, MlpTable)):
                 table.set_axes(self.axes)
 
-    def covers(self, dh: Tensor, dw: Tensor) -> Tensor:
+    def covers(self, dh: Tensor, dw: Tensor, as_they_are: bool = False) -> Tensor:
         """Whether the entries that offsets (dh, dw) read can have been trained, boolean, their common shape.
 
         An entry is not covered where a table was made larger than the grid it was trained on (``clamp``, ``crop``), or
-        where a larger grid reads past its end without a ``max_distance`` that was chosen for it.
+        where a larger grid reads past its end without a ``max_distance`` that was chosen for it. ``as_they_are``: whatever
+        ``rel_pos.resize`` says, tables are not stretched to that grid.
         """
+        spec = self.rel_pos
+        kept = as_they_are or spec.resize in ("clamp", "crop")
+        follows_grid = spec.distance == "clamp" and spec.max_distance is None and kept
         covered = torch.ones(torch.broadcast_shapes(dh.shape, dw.shape), dtype=torch.bool)
         for table in self.children():
             if isinstance(table, LearnedTable):
                 for offset, axis, known in zip((dh, dw), self.axes, table.trained, strict=True):
-                    beyond = offset.abs() if self._follows_grid else axis.bucket(offset)
+                    beyond = offset.abs() if follows_grid else axis.bucket(offset)
                     covered = covered & (beyond <= known)
         return covered
 
-    @property
-    def _follows_grid(self) -> bool:
-        return (
-            self.rel_pos.distance == "clamp"
-            and self.rel_pos.max_distance is None
-            and self.rel_pos.resize
-            in (
-                "clamp",
-                "crop",
-            )
-        )
-
-    def forward(self, grid_size: tuple[int, int] | None = None) -> Position:
+    def forward(self, grid_size: tuple[int, int] | None = None, reads: tuple[int, int] | None = None) -> Position:
         """The position of the tables' own grid, or of another one (h, w) at run time.
 
+        ``reads`` is the grid (h, w) whose offsets will be read, where it is another one than that of the tables.
         For another grid the tables are resized on the fly by ``rel_pos.resize``; ``clamp`` reads them as they are.
         In inference on a CPU, what follows from parameters and grid alone is kept for the next call, which compares
         every value of every parameter before it takes it.
@@ -157,7 +150,7 @@ class PositionTerms(nn.Module):
         if grid_size is not None and self.training and torch.is_grad_enabled():
             for module in self.children():
                 if isinstance(module, LearnedTable):
-                    module.note_training(grid_size)
+                    module.note_training(reads or grid_size)
         if torch.compiler.is_compiling():
             return self._position(grid_size)
         if not self._may_keep():

@@ -15,10 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrel.attend import FirstOrder, content_inputs, dense_bias, mask_scores, prefix_bias
+from vitrel.attend import dense_bias
+from vitrel.firstorder import FirstOrder
 from vitrel.folded import line_entries, one_hot_lines
 from vitrel.grid import Grid, Where
+from vitrel.masks import mask_scores
 from vitrel.position import Position
+from vitrel.profiles import content_inputs, prefix_bias
 from vitrel.tables import Axes
 
 

@@ -1,0 +1,377 @@
+"""Memory across the strips of an image that is too tall for one pass: Transformer-XL's recurrence in 2-D.
+
+An image is read from the top in strips of patch rows. In each layer the patches of a strip attend to each other and to
+the rows above it, which that layer kept as its own input from the strips before (Transformer-XL, arXiv 1901.02860,
+section 3.2), at their true offsets: the keys lie on a grid that begins ``memory_rows`` above the queries.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from vitrel.attention import Memory, RelativeAttention2d
+from vitrel.family import RelativeModel
+from vitrel.grid import Grid
+
+POOLS = ("avg", "last", "token")
+PREFIXES = ("renew", "carry")
+
+
+@dataclass
+class StripState:
+    """What a reader knows of the strips that it has read.
+
+    Attributes:
+        rows: Number of patch rows kept of the strips before, at most ``memory_rows``.
+        hidden: Per layer the inputs of its attention for these rows, (B, rows * cols, D).
+        valid: Which of them are no padding, (B, rows), boolean.
+        prefix: What the prefix tokens have become, (B, P, D), where they are carried.
+        total: What is pooled so far, (B, D).
+        count: Number of patches in ``total``, (B, 1).
+    """
+
+    rows: int
+    hidden: list[Tensor]
+    valid: Tensor
+    prefix: Tensor
+    total: Tensor
+    count: Tensor
+
+
+class StripReader(nn.Module):
+    """Reads tall images strip by strip with a relative vision transformer, within bounded memory.
+
+    ``forward`` reads whole images, ``step`` one strip of a stream. Time grows linearly with the height, and a
+    strip's memory depends on ``strip_rows`` and ``memory_rows`` alone. Keys further away than a table was made for read
+    its last entry.
+
+    Args:
+        model: A vitrel model, or a timm ``VisionTransformer`` made relative with ``keep_absolute=False``. It stays
+            as it is.
+        strip_rows: Patch rows of a strip; the last one of an image may have fewer.
+        memory_rows: Patch rows above a strip that it sees; 0 for none, None for all.
+        pool: What the classifier is given: ``avg``, the mean of all patches read so far; ``last``, that of the last
+            strip; ``token``, the first prefix token after the last strip. None for the model's own pooling.
+        prefix: Prefix tokens (class token, registers) begin anew in each strip (``renew``) or go on with what they
+            became in the strip before (``carry``).
+        detach: Cut gradients at the seams, as Transformer-XL does; False to go back through all strips.
+
+    Raises:
+        TypeError: For a model of another family.
+        ValueError: For a model with an absolute position embedding or blocks that cannot see a memory, or an unknown
+            option.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        strip_rows: int,
+        memory_rows: int | None = None,
+        *,
+        pool: Literal["avg", "last", "token"] | None = None,
+        prefix: Literal["renew", "carry"] = "renew",
+        detach: bool = True,
+    ) -> None:
+        super().__init__()
+        _check_model(model)
+        if type(strip_rows) is not int or strip_rows < 1:
+            raise ValueError(f"strip_rows: expected a number of patch rows, at least 1, got {strip_rows!r}")
+        if memory_rows is not None and (type(memory_rows) is not int or memory_rows < 0):
+            raise ValueError(
+                f"memory_rows: expected a number of patch rows, 0 for none, None for all; got {memory_rows!r}"
+            )
+        if prefix not in PREFIXES:
+            raise ValueError(f"prefix: expected one of {', '.join(PREFIXES)}, got {prefix!r}")
+        self.model = model
+        self.strip_rows, self.memory_rows = strip_rows, memory_rows
+        self.pool, self.prefix, self.detach = _pool(model, pool), prefix, detach
+        self._state: StripState | None = None
+        self._warned = False
+
+    def forward(self, image: Tensor | Sequence[Tensor], heights: Sequence[int] | None = None) -> Tensor:
+        """Logits of whole images; a stream that is being read with ``step`` is left as it is.
+
+        Args:
+            image: (B, C, h, w), or a sequence of (C, h, w) of one width, which are padded below to the tallest.
+            heights: Height of each image in pixels, where ``image`` is padded below; a patch row counts as padding if
+                all of it is.
+
+        Returns:
+            (B, classes).
+        """
+        state = None
+        for strip in self._read(image, heights):
+            state = strip[1]
+        return self._classify(cast(StripState, state))
+
+    def forward_features(self, image: Tensor | Sequence[Tensor], heights: Sequence[int] | None = None) -> Tensor:
+        """Patches of whole images after the last norm, (B, h * w, D); arguments as ``forward``.
+
+        Padded patches hold anything.
+        """
+        prefix = self._model.num_prefix_tokens
+        return torch.cat([tokens[:, prefix:] for tokens, _ in self._read(image, heights)], 1)
+
+    def step(self, strip: Tensor, heights: Sequence[int] | None = None) -> Tensor:
+        """Read the next strip of a stream and give the logits of what has been read so far.
+
+        Args:
+            strip: (B, C, h, w), at most ``strip_rows`` patches high.
+            heights: Height in pixels that each image still has in this strip, 0 for one that has ended.
+
+        Returns:
+            (B, classes).
+        """
+        strip = self._checked(strip)
+        rows = self._grid(strip)[0]
+        if rows > self.strip_rows:
+            raise ValueError(
+                f"strip: {strip.shape[-2]} pixels are {rows} patch rows, expected at most "
+                f"strip_rows={self.strip_rows}; cut it, or give whole images to forward"
+            )
+        if self._state is not None and self._state.valid.shape[0] != strip.shape[0]:
+            raise ValueError(
+                f"strip: a batch of {strip.shape[0]}, expected {self._state.valid.shape[0]} as in the strips before; "
+                "reset() starts anew"
+            )
+        _, self._state = self._strip(strip, self._valid_rows(heights, strip, floor=0), self._state)
+        return self._classify(self._state)
+
+    def reset(self) -> None:
+        """Forget the strips of the stream."""
+        self._state = None
+
+    def state(self) -> dict[str, Any]:
+        """What ``step`` has kept of its stream, as plain tensors and numbers; empty before the first strip."""
+        return {} if self._state is None else dict(vars(self._state))
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on with a stream from its ``state()``.
+
+        Raises:
+            ValueError: If it is that of another model.
+        """
+        if not state:
+            self._state = None
+            return
+        expected = set(StripState.__dataclass_fields__)
+        depth, width = len(self._model.blocks), self._model.embed_dim
+        if set(state) != expected:
+            raise ValueError(
+                f"state: expected the entries {', '.join(sorted(expected))}, got {', '.join(sorted(state))}"
+            )
+        if len(state["hidden"]) != depth or any(h.shape[-1] != width for h in state["hidden"]):
+            raise ValueError(
+                f"state: memory of {len(state['hidden'])} layers, expected {depth} of width {width}; it is that of "
+                "another model"
+            )
+        self._state = StripState(**{**state, "hidden": list(state["hidden"])})
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Names of the parameters that should not decay."""
+        return {f"model.{name}" for name in self._model.no_weight_decay()}
+
+    @property
+    def _model(self) -> Any:
+        return self.model
+
+    def _read(
+        self, image: Tensor | Sequence[Tensor], heights: Sequence[int] | None
+    ) -> Iterator[tuple[Tensor, StripState]]:
+        if not isinstance(image, Tensor):
+            if heights is not None:
+                raise ValueError("heights: those of a sequence of images are known; leave them out")
+            heights = [picture.shape[-2] for picture in image]
+            image = torch.stack([F.pad(picture, (0, 0, 0, max(heights) - picture.shape[-2])) for picture in image])
+        image = self._checked(image)
+        valid = self._valid_rows(heights, image, floor=1)
+        pixels = self.strip_rows * self._model.patch_embed.patch_size[0]
+        state = None
+        for n, strip in enumerate(image.split(pixels, -2)):
+            rows = None if valid is None else valid[:, n * self.strip_rows :][:, : self.strip_rows]
+            tokens, state = self._strip(strip, rows, state)
+            yield tokens, state
+
+    def _strip(self, strip: Tensor, valid: Tensor | None, state: StripState | None) -> tuple[Tensor, StripState]:
+        """Tokens of a strip after the last norm, (B, P + patches, D), and the state after it."""
+        model = self._model
+        rows, cols = self._grid(strip)
+        if model.training and model.grad_checkpointing:
+            raise ValueError("grad_checkpointing: a strip would be computed again with the memory of a later one")
+        if valid is None:
+            valid = torch.ones(strip.shape[0], rows, dtype=torch.bool, device=strip.device)
+        with _any_size(model.patch_embed):
+            x = VisionTransformer._pos_embed(model, model.patch_embed(strip))
+        x = model.norm_pre(x)
+        prefix = model.num_prefix_tokens
+        if state is None:
+            state = self._start(x, cols)
+        elif state.hidden[0].shape[1] != state.rows * cols:
+            raise ValueError(
+                f"strip: {cols} patch columns, and the strips before had another width; reset() starts anew"
+            )
+        elif self.prefix == "carry":
+            x = torch.cat([state.prefix, x[:, prefix:]], 1)
+        seen = torch.cat([state.valid, valid], 1)
+        mask = None
+        if not seen.all():
+            mask = F.pad(seen.repeat_interleave(cols, 1), (prefix, 0), value=True)[:, None, None]
+        x, given = self._through_blocks(x, mask, state, Grid(rows, cols, top=state.rows))
+        tokens = model.norm(x)
+        patches = valid.repeat_interleave(cols, 1)[..., None]
+        total = (tokens[:, prefix:] * patches).sum(1)
+        count = patches.sum(1)
+        here = valid.any(1, keepdim=True)
+        if self.pool == "avg":
+            total, count = state.total + total, state.count + count
+        elif self.pool == "token":
+            total, count = tokens[:, 0], torch.ones_like(count)
+        if self.pool != "avg":  # an image that has ended keeps what it had
+            total, count = torch.where(here, total, state.total), torch.where(here, count, state.count)
+        carried = torch.where(here[..., None], x[:, :prefix], state.prefix)
+        keep = seen.shape[1] if self.memory_rows is None else min(self.memory_rows, seen.shape[1])
+        hidden = [
+            torch.cat([old, new], 1)[:, (seen.shape[1] - keep) * cols :]
+            for old, new in zip(state.hidden, given, strict=True)
+        ]
+        if self.detach:
+            hidden, carried = [h.detach() for h in hidden], carried.detach()
+        return tokens, StripState(keep, hidden, seen[:, seen.shape[1] - keep :], carried, total, count)
+
+    def _start(self, x: Tensor, cols: int) -> StripState:
+        batch, width = x.shape[0], x.shape[2]
+        return StripState(
+            rows=0,
+            hidden=[x.new_empty(batch, 0, width)] * len(self._model.blocks),
+            valid=torch.ones(batch, 0, dtype=torch.bool, device=x.device),
+            prefix=x[:, : self._model.num_prefix_tokens],
+            total=x.new_zeros(batch, width),
+            count=torch.zeros(batch, 1, dtype=torch.int64, device=x.device),
+        )
+
+    def _through_blocks(
+        self, x: Tensor, mask: Tensor | None, state: StripState, strip: Grid
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The prefix and patches after all blocks, and what each attention was given for the patches."""
+        model = self._model
+        given: list[Tensor] = []
+        hooks = []
+        try:
+            for block, hidden in zip(model.blocks, state.hidden, strict=True):
+                attn: RelativeAttention2d = block.attn
+                attn.memory = Memory(hidden, strip, self._table_grid(attn, strip))
+                hooks.append(attn.register_forward_pre_hook(lambda _, args: given.append(args[0][:, -strip.patches :])))
+            for block in model.blocks:
+                x = block(x, attn_mask=mask)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for block in model.blocks:
+                block.attn.memory = None
+        return x, given
+
+    def _table_grid(self, attn: RelativeAttention2d, strip: Grid) -> tuple[int, int]:
+        """The grid that tables are read for: that of the model, so that no rule stretches them to the strip."""
+        rows, cols = self._model.patch_embed.grid_size
+        seen = (strip.top + strip.rows, strip.cols)
+        if attn.rel_pos.source == "sinusoid":  # exact at any distance
+            return max(rows, seen[0]), max(cols, seen[1])
+        if not self._warned and not self.training:
+            reach = (torch.arange(seen[0])[:, None], torch.arange(seen[1])[None])
+            if not attn.position_terms.covers(*reach, as_they_are=True).all():
+                self._warned = True
+                warnings.warn(
+                    f"a strip sees {seen[0]} rows and {seen[1]} columns of patches, beyond which its tables were "
+                    "trained, where their last entry is repeated: see vitrel.coverage(model)",
+                    stacklevel=2,
+                )
+        return rows, cols
+
+    def _classify(self, state: StripState) -> Tensor:
+        model = self._model
+        pooled = state.total / state.count.clamp(min=1)
+        return model.head(model.head_drop(model.fc_norm(pooled)))
+
+    def _checked(self, image: Tensor) -> Tensor:
+        patches = self._model.patch_embed
+        if image.ndim != 4:
+            raise ValueError(f"image: expected shape (B, C, h, w), got {tuple(image.shape)}")
+        if not patches.dynamic_img_pad and any(
+            side < patch or side % patch for side, patch in zip(image.shape[-2:], patches.patch_size, strict=True)
+        ):
+            raise ValueError(
+                f"image: {image.shape[-2]} x {image.shape[-1]} pixels are no multiple of the patch of "
+                f"{patches.patch_size[0]} x {patches.patch_size[1]}; pad or crop it"
+            )
+        return image
+
+    def _grid(self, strip: Tensor) -> tuple[int, int]:
+        rows, cols = self._model.patch_embed.dynamic_feat_size(tuple(strip.shape[-2:]))
+        return rows, cols
+
+    def _valid_rows(self, heights: Sequence[int] | None, image: Tensor, floor: int) -> Tensor | None:
+        if heights is None:
+            return None
+        if len(heights) != len(image) or not all(floor <= height <= image.shape[-2] for height in heights):
+            raise ValueError(
+                f"heights: expected {len(image)} numbers of pixels from {floor} to {image.shape[-2]}, "
+                f"got {list(heights)}"
+            )
+        below = torch.arange(self._grid(image)[0], device=image.device) * self._model.patch_embed.patch_size[0]
+        return below < torch.as_tensor(list(heights), device=image.device)[:, None]
+
+
+@contextmanager
+def _any_size(patch_embed: Any) -> Iterator[None]:
+    strict = patch_embed.strict_img_size
+    patch_embed.strict_img_size = False
+    try:
+        yield
+    finally:
+        patch_embed.strict_img_size = strict
+
+
+def _pool(model: Any, pool: str | None) -> str:
+    name = model.global_pool if pool is None else pool
+    if name not in POOLS:
+        what = f"pool: {name!r}" if pool is not None else f"pool: the model's own, {name!r},"
+        raise ValueError(f"{what} cannot go on over strips, expected one of {', '.join(POOLS)}")
+    if name == "token" and not model.num_prefix_tokens:
+        raise ValueError("pool: 'token' needs a class token, and the model has none; take avg or last")
+    return str(name)
+
+
+def _check_model(model: Any) -> None:
+    name = type(model).__name__
+    if isinstance(model, StripReader):
+        raise TypeError("model: a StripReader already; give it the model inside, reader.model")
+    if not isinstance(model, VisionTransformer) or isinstance(model, VisionTransformerDistilled):
+        raise TypeError(
+            f"model: cannot read strips with {name}; expected a vitrel model, or a timm VisionTransformer (with one "
+            "classifier) made relative by vitrel.relativize"
+        )
+    if not isinstance(model, RelativeModel):
+        raise TypeError(f"model: {name} has no relative position; make it relative by vitrel.relativize first")
+    if model.pos_embed is not None:
+        raise ValueError(
+            f"model: {name} has an absolute position embedding, which has no entry for a row of a taller image; "
+            "make it relative with keep_absolute=False"
+        )
+    for n, block in enumerate(model.blocks):
+        attn = getattr(block, "attn", None)
+        if type(attn) is not RelativeAttention2d:
+            kind = type(block).__name__ if attn is None else type(attn).__name__
+            raise ValueError(f"blocks.{n}: {kind} cannot see the rows above a strip, expected a RelativeAttention2d")
+    if not isinstance(model.patch_drop, nn.Identity):
+        raise ValueError("patch_drop: strips need every patch of their grid; build it with patch_drop_rate=0")
