@@ -125,8 +125,8 @@ class PositionTerms(nn.Module):
         """Whether the entries that offsets (dh, dw) read can have been trained, boolean, their common shape.
 
         An entry is not covered where a table was made larger than the grid it was trained on (``clamp``, ``crop``), or
-        where a larger grid reads past its end without a ``max_distance`` that was chosen for it. ``as_they_are``: whatever
-        ``rel_pos.resize`` says, tables are not stretched to that grid.
+        where a larger grid reads past its end without a ``max_distance`` that was chosen for it.
+        ``as_they_are``: tables are not stretched to that grid, whatever ``rel_pos.resize`` says.
         """
         spec = self.rel_pos
         kept = as_they_are or spec.resize in ("clamp", "crop")

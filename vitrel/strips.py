@@ -97,6 +97,7 @@ class StripReader(nn.Module):
         self.pool, self.prefix, self.detach = _pool(model, pool), prefix, detach
         self._state: StripState | None = None
         self._warned = False
+        self.train(model.training)
 
     def forward(self, image: Tensor | Sequence[Tensor], heights: Sequence[int] | None = None) -> Tensor:
         """Logits of whole images; a stream that is being read with ``step`` is left as it is.
