@@ -31,6 +31,7 @@ ORDER = [
     "originals",
     "convert",
     "relativize",
+    "relativized",
 ]
 HEAVY = ["pytorch_lightning", "albumentations", "wandb", "matplotlib", "sklearn", "jsonargparse", "torchmetrics"]
 

@@ -18,7 +18,7 @@ VARIANTS = {  # width, depth, heads, grid, parameters with the default scheme
 
 
 def test_timm_lists_the_variants():
-    assert sorted(timm.list_models("vitrel*")) == sorted(VARIANTS) == sorted(default_cfgs)
+    assert sorted(set(timm.list_models("vitrel*")) - {"vitrel_relativized"}) == sorted(VARIANTS) == sorted(default_cfgs)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

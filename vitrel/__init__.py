@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vitrel import zoo as _zoo  # noqa: F401  registers the models with timm
+from vitrel import relativized as _relativized  # noqa: F401  registers the models with timm
+from vitrel import zoo as _zoo  # noqa: F401
 from vitrel.attention import RelativeAttention2d, explain
 from vitrel.convert import from_timm
 from vitrel.family import position_parameters

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from vitrel.attention import RelativeAttention2d
 from vitrel.grid import Grid, Points
 from vitrel.position import PositionTerms
+from vitrel.relpos import RelPos
 
 
 def position_parameters(model: nn.Module) -> set[str]:
@@ -29,6 +30,18 @@ def position_parameters(model: nn.Module) -> set[str]:
 
 class RelativeModel(nn.Module):
     """Mixed into a timm model with relative attention."""
+
+    @property
+    def _model_args(self) -> dict[str, Any]:
+        return self._recorded_args
+
+    @_model_args.setter
+    def _model_args(self, args: dict[str, Any]) -> None:
+        # timm records here what create_model was given, and writes it as JSON beside saved weights
+        plain = dict(args)
+        if "rel_pos" in plain:
+            plain["rel_pos"] = RelPos.of(plain["rel_pos"]).as_dict()  # no name whose meaning may change
+        self._recorded_args = plain
 
     def position_parameters(self) -> set[str]:
         """Names of the parameters of relative position (tables, u, v): no weight decay, and a faster learning rate."""

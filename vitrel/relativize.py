@@ -22,6 +22,9 @@ from vitrel.relpos import RelPos
 
 Model = TypeVar("Model", bound=nn.Module)
 
+NAME = "vitrel_relativized"
+"""The name under which timm builds a relativized model anew, see ``relativized``."""
+
 _FAMILY: dict[type[nn.Module], type[RelativeModel]] = {
     VisionTransformer: GridModel,
     Eva: GridModel,
@@ -74,6 +77,7 @@ def relativize(
         ValueError: For an unknown scheme, or a part of the model that cannot have it. Nothing is changed then.
     """
     family, spec = _family(model), _spec(rel_pos, changes)
+    blocks = list(blocks) if isinstance(blocks, Iterable) else blocks
     chosen, grid = _chosen(model, blocks), _grid(model, grid_size)
     _check_tokens(model, family, spec)
     new = _relative(model, [attn for _, _, attn in chosen], spec, grid, backend)
@@ -81,7 +85,17 @@ def relativize(
         setattr(parent, name, attn)
     if not keep_absolute:
         _drop_absolute(model)
+    args = model.__dict__.pop("_model_args", None)
     model.__class__ = _relative_class(type(model))
+    if args is not None:  # made by timm.create_model, which can make it again
+        cfg: Any = model.pretrained_cfg
+        asked = {"base": cfg["architecture"], "rel_pos": spec, "keep_absolute": keep_absolute}
+        if blocks is not None:
+            asked["blocks"] = sorted({i % len(model.blocks) for i in blocks})  # type: ignore[arg-type]  # timm's
+        if grid_size is not None:
+            asked["grid_size"] = list(grid_size)
+        model._model_args = {**args, **asked, "backend": backend}  # type: ignore[assignment]  # no module
+        _rename(model, NAME)
     return model
 
 
@@ -103,7 +117,16 @@ def plain(model: Model) -> Model:
                 setattr(parent, name, attn.to_attention())
     model.__class__ = kind
     model.__dict__.pop("_seen_grids", None)
+    args = model.__dict__.pop("_recorded_args", None)
+    if args is not None:
+        asked = ("base", "rel_pos", "keep_absolute", "blocks", "grid_size", "backend")
+        model._model_args = {k: v for k, v in args.items() if k not in asked}
+        _rename(model, args["base"])
     return model
+
+
+def _rename(model: Any, architecture: str) -> None:
+    model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, "architecture": architecture}
 
 
 def _family(model: nn.Module) -> type[RelativeModel]:

@@ -10,7 +10,7 @@ from timm.models.vision_transformer import Block, ResPostBlock, VisionTransforme
 from torch import nn
 
 from vitrel.attention import RelativeAttention2d
-from vitrel.family import GridModel
+from vitrel.family import GridModel, RelativeModel
 from vitrel.position import PositionTerms
 from vitrel.relpos import RelPos
 
@@ -72,14 +72,9 @@ class RelativeVisionTransformer(GridModel, VisionTransformer):
 
     @_model_args.setter
     def _model_args(self, args: dict[str, Any]) -> None:
-        # timm records here what create_model was given, and writes it as JSON beside saved weights
-        plain = dict(args)
-        if "rel_pos" in plain:
-            plain["rel_pos"] = RelPos.of(plain["rel_pos"]).as_dict()  # no name whose meaning may change
-        for name, block in BLOCKS.items():
-            if plain.get("block_fn") is block:
-                plain["block_fn"] = name
-        self._recorded_args = plain
+        names = {block: name for name, block in BLOCKS.items()}
+        plain = {k: names.get(v, v) if k == "block_fn" else v for k, v in args.items()}
+        RelativeModel._model_args.__set__(self, plain)  # type: ignore[attr-defined]  # a property
 
 
 def _with_layers(kwargs: dict[str, Any]) -> dict[str, Any]:
