@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 REPOSITORY = Path(__file__).parents[1]
-README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8").replace("\\\n", "")  # continued lines in one
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.S)
 COMMANDS = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines() if line.strip()]
 SHORT = [

@@ -149,7 +149,7 @@ def _parser(options: list[str]) -> ArgumentParser:
 
 
 def _model_kwargs(tree: dict[str, Any], options: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Moves ``model.NAME`` to ``model.kwargs.NAME`` where NAME is an argument of timm's VisionTransformer."""
+    """Moves ``model.NAME`` to ``model.kwargs.NAME`` where NAME is an argument of the timm model."""
     own = {f.name for f in dataclasses.fields(ModelConfig)}
     model = tree.get("model")
     if isinstance(model, dict):
@@ -169,7 +169,12 @@ def _model_kwargs(tree: dict[str, Any], options: list[str]) -> tuple[dict[str, A
 def _timm_arguments() -> set[str]:
     from timm.models import VisionTransformer
 
-    return set(inspect.signature(VisionTransformer.__init__).parameters) - {"self", "num_classes", "in_chans"}
+    from vitrel.relativized import vitrel_relativized
+
+    theirs = inspect.signature(VisionTransformer.__init__).parameters
+    ours = {name for name, p in inspect.signature(vitrel_relativized).parameters.items() if p.kind == p.KEYWORD_ONLY}
+    run = {"self", "num_classes", "in_chans", "pretrained_cfg", "pretrained_cfg_overlay"}  # set by the run
+    return {*theirs, *ours} - run
 
 
 def _names(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
