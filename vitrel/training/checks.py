@@ -26,6 +26,12 @@ def check(config: TrainConfig) -> None:
         raise ConfigError(f"data.download: only cifar10 and cifar100 can be downloaded, not {config.data.name}")
     if config.ckpt_path and config.ckpt_path != "last" and not Path(config.ckpt_path).is_file():
         raise ConfigError(f"ckpt_path: there is no file {config.ckpt_path}; give a .ckpt file or 'last'")
+    if config.data.stack > 1 and (config.data.mixup or config.data.cutmix):
+        raise ConfigError("data.stack: a mix of two canvases has two marks; leave mixup and cutmix at 0")
+    if config.model.strip_rows is None and config.model.memory_rows is not None:
+        raise ConfigError("model.memory_rows: without model.strip_rows an image is read in one pass; give both")
+    if config.model.strip_rows is not None and config.model.compile:
+        raise ConfigError("model.compile: not with model.strip_rows, which reads a model in strips; leave one out")
     check_model(config.model)
 
 
@@ -51,6 +57,7 @@ def _ranges(config: TrainConfig) -> Iterator[tuple[str, bool, str, object]]:
     low_high = len(data.scale) == 2 and 0 < data.scale[0] <= data.scale[1] <= 1
     yield "data.scale", low_high, "[smallest, largest] with 0 < smallest <= largest <= 1", data.scale
     yield "data.hflip", 0 <= data.hflip <= 1, part, data.hflip
+    yield "data.stack", data.stack >= 1, whole, data.stack
     yield "data.cutout", 0 <= data.cutout <= 1, part, data.cutout
     yield "data.color_jitter", 0 <= data.color_jitter <= 1, part, data.color_jitter
     for key in ("mixup", "cutmix"):

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from vitrel.training.settings import DataConfig
 from vitrel.training.sources import Source, Split, SplitName, find_source
+from vitrel.training.stack import StackedPictures, cell
 from vitrel.training.transforms import InputConfig, PictureTransform, eval_transform, train_transform
 
 
@@ -51,6 +52,7 @@ class PictureDataModule(pl.LightningDataModule):
         self.order = torch.Generator()
         self._seeded: int | None = None
         self.config, self.inputs = config, inputs
+        self.picture = cell(inputs, config.stack)  # what one picture has to be
         self.source = source or find_source(config)
         self.splits: dict[SplitName, Split] = {}
 
@@ -79,8 +81,8 @@ class PictureDataModule(pl.LightningDataModule):
         # Lightning asks before a resumed run has counted its last epoch as completed.
         progress = self.trainer.fit_loop.epoch_progress.current if self.trainer else None
         self.seed_order(getattr(progress, "processed", 0))
-        transform = train_transform(self.inputs, self.config)
-        return self._loader(PictureDataset(self.splits["train"], transform), shuffle=True)
+        pictures = PictureDataset(self.splits["train"], train_transform(self.picture, self.config))
+        return self._loader(self._stacked(pictures), shuffle=True)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, int]]:
         return self._eval_loader("val")
@@ -96,14 +98,17 @@ class PictureDataModule(pl.LightningDataModule):
         return normalize(pictures, self.inputs).to(dtype), labels
 
     def _eval_loader(self, name: SplitName) -> DataLoader[tuple[Tensor, int]]:
-        dataset = PictureDataset(self.splits[name], eval_transform(self.inputs))
+        dataset = self._stacked(PictureDataset(self.splits[name], eval_transform(self.picture)), fixed=True)
         sampler = None
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             sampler = UnrepeatedDistributedSampler(dataset, shuffle=False)
         return self._loader(dataset, sampler=sampler)
 
+    def _stacked(self, pictures: PictureDataset, fixed: bool = False) -> Dataset[tuple[Tensor, int]]:
+        return pictures if self.config.stack == 1 else StackedPictures(pictures, self.config.stack, fixed)
+
     def _loader(
-        self, dataset: PictureDataset, shuffle: bool = False, sampler: Sampler[int] | None = None
+        self, dataset: Dataset[tuple[Tensor, int]], shuffle: bool = False, sampler: Sampler[int] | None = None
     ) -> DataLoader[tuple[Tensor, int]]:
         device = self.trainer.strategy.root_device.type if self.trainer else "cpu"
         workers = self.config.num_workers

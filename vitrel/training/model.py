@@ -51,7 +51,17 @@ def build_model(config: ModelConfig, num_classes: int) -> nn.Module:
     _check_tiling(model, config)
     if config.checkpoint:
         _check_loaded(model, config)
-    return model
+    if config.strip_rows is None:
+        return model
+    try:
+        return vitrel.StripReader(model, config.strip_rows, config.memory_rows)
+    except (TypeError, ValueError) as e:
+        raise ConfigError(f"model.strip_rows: {one_line(str(e))}") from None
+
+
+def timm_model(net: nn.Module) -> nn.Module:
+    """The timm model of a run, without the reader that may be around it."""
+    return net.model if isinstance(net, vitrel.StripReader) else net
 
 
 def check_model(config: ModelConfig) -> None:
@@ -75,14 +85,14 @@ def save_model_folder(
     The folder appears complete or not at all.
 
     Args:
-        model: A timm model.
+        model: A timm model, or a reader of strips around one.
         folder: Where to write; an older one is replaced.
         label_names: Class names in the order of the classifier.
         data_config: ``mean``, ``std``, ``interpolation``, ``crop_pct`` used in training.
     """
     with whole_folder(folder) as beside:
         save_for_hf(
-            model,
+            timm_model(model),
             str(beside),
             model_config={"label_names": list(label_names)},
             safe_serialization=True,

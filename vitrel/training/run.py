@@ -32,7 +32,7 @@ from vitrel.training.data import PictureDataModule
 from vitrel.training.fileio import ConfigError, read_yaml, write_whole
 from vitrel.training.images import DataError
 from vitrel.training.loggers import build_loggers, finish_wandb
-from vitrel.training.model import build_model, save_model_folder
+from vitrel.training.model import build_model, save_model_folder, timm_model
 from vitrel.training.settings import TrainConfig
 from vitrel.training.sources import find_source
 from vitrel.training.task import ClassificationTask
@@ -59,7 +59,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
     pl.seed_everything(config.seed, workers=True, verbose=False)
     # Counts the tables as trained at this size: the check before training would warn of those that have grown.
     net = build_model(config.model, len(source.classes)).train()
-    inputs = InputConfig.of(net, config.data)
+    inputs = InputConfig.of(timm_model(net), config.data)
     if config.model.checkpoint:  # the run does not hang on the folder it started from
         config.data.mean, config.data.std, config.data.crop_pct = list(inputs.mean), list(inputs.std), inputs.crop_pct
     data = PictureDataModule(config.data, inputs, source, seed=config.seed)
@@ -114,7 +114,7 @@ def evaluate(path: str | Path, **overrides: Any) -> dict[str, float]:
     vars(config.data).update(overrides)
     source = find_source(config.data)
     task = ClassificationTask.load_from_checkpoint(found[-1], map_location="cpu")
-    data = PictureDataModule(config.data, InputConfig.of(task.net, config.data), source)
+    data = PictureDataModule(config.data, InputConfig.of(timm_model(task.net), config.data), source)
     given = {k: v for k, v in config.trainer.items() if k in ("accelerator", "precision", "limit_test_batches")}
     trainer = pl.Trainer(
         logger=False, enable_checkpointing=False, enable_model_summary=False,

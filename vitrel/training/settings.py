@@ -25,6 +25,8 @@ class ModelConfig:
             rel_pos and the model's other arguments come from there, its tables take img_size, and the classifier is
             made anew for another number of classes.
         compile: Compile the model with torch.compile.
+        strip_rows: Read images in strips of so many patch rows (vitrel.StripReader); null: in one pass.
+        memory_rows: Patch rows above a strip that it sees; 0 for none, null for all.
         kwargs: More arguments of the timm model.
     """
 
@@ -37,6 +39,8 @@ class ModelConfig:
     pretrained: bool = False
     checkpoint: str | None = None
     compile: bool = False
+    strip_rows: int | None = None
+    memory_rows: int | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
@@ -60,6 +64,7 @@ class DataConfig:
         cutout: Probability of blanking one square of a quarter of the side; 0 is off.
         mixup: Alpha of MixUp; 0 is off.
         cutmix: Alpha of CutMix; 0 is off.
+        stack: Pictures on top of each other in one tall image, labelled by the one below a mark; 1 for single pictures.
         mean: Mean per channel for normalisation, RGB in 0..1; null: the data set's, else the model's.
         std: Standard deviation likewise.
         crop_pct: Part of the image kept by the centre crop of evaluation; null: the model's.
@@ -82,6 +87,7 @@ class DataConfig:
     cutout: float = 0.0
     mixup: float = 0.0
     cutmix: float = 0.0
+    stack: int = 1
     mean: list[float] | None = None
     std: list[float] | None = None
     crop_pct: float | None = None
