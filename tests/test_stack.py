@@ -36,15 +36,17 @@ def read(canvas):
 @pytest.mark.parametrize("fixed", [True, False])
 def test_the_picture_below_the_mark_gives_the_label(fixed):
     stacked = StackedPictures(Numbers(), 6, fixed)
-    places = set()
-    for index in range(50):
+    places, black = set(), []
+    for index in range(1, 50):
         canvas, label = stacked[index]
         assert canvas.shape == (3, 48, 8)
         place, numbers = read(canvas)
         assert label == index == numbers[place]
+        black.append(numbers.count(0))
         assert (canvas == torch.tensor(MARK)[:, None, None]).all(0).sum() == 4
         places.add(place)
     assert places == {1, 2, 3, 4, 5}
+    assert (max(black) == 5) != fixed
 
 
 def test_a_canvas_of_evaluation_is_the_same_each_time_and_one_of_training_is_not():

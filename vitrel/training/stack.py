@@ -32,12 +32,13 @@ class StackedPictures(Dataset[tuple[Tensor, int]]):
     """Canvases of ``count`` pictures on top of each other; the label is that of the picture below the mark.
 
     The mark is a square of a quarter of a picture's height, in the lower left corner of the picture above: cut between
-    the two, neither half tells the label. The marked picture is any but the first, the others are drawn at random.
+    the two, neither half tells the label. The marked picture is any but the first, the others are drawn at random; in
+    training any number of them is left black, since a label that six pictures may have given teaches next to nothing.
 
     Args:
         pictures: Pairs of a (3, h, w) uint8 tensor and a class index, all of one size.
         count: Number of pictures, at least 2.
-        fixed: Draw the same canvas for an index each time.
+        fixed: For evaluation: the same canvas for an index each time, and all of its pictures.
     """
 
     def __init__(self, pictures: Dataset[tuple[Tensor, int]], count: int, fixed: bool) -> None:
@@ -52,6 +53,10 @@ class StackedPictures(Dataset[tuple[Tensor, int]]):
         place = int(torch.randint(1, self.count, (), generator=draw))
         chosen[place] = index
         parts = [self.pictures[int(i)] for i in chosen]
+        if not self.fixed:
+            others = [i for i in torch.randperm(self.count).tolist() if i != place]
+            for i in others[int(torch.randint(self.count, ())) :]:
+                parts[i] = torch.zeros_like(parts[i][0]), parts[i][1]
         canvas = torch.cat([picture for picture, _ in parts], 1)
         height = canvas.shape[1] // self.count
         side = height // 4
