@@ -151,6 +151,12 @@ def test_a_run_from_an_exported_folder(saved, pictures, tmp_path, capsys):
         ({"kwargs": {**BODY, "depth": 3}}, r"model\.checkpoint: .*blocks\.2\..* is not in it \(\d+ such names\)"),
         ({"kwargs": {**BODY, "depth": 1}}, r"model\.checkpoint: .*blocks\.1\..* is only in"),
         ({"kwargs": {**BODY, "embed_dim": 32}}, r"size mismatch for cls_token"),
+        (
+            {"kwargs": {**SAVED, "num_heads": 4}},
+            r"is 2 there, and 4 by the settings; leave the settings of its body out",
+        ),
+        ({"kwargs": {**SAVED, "act_layer": "relu"}}, r"the kind of blocks\.0\.mlp\.act is GELU there, and ReLU by"),
+        ({"kwargs": {**SAVED, "global_pool": "token"}}, r"model\.checkpoint: "),
         ({"pretrained": True}, r"model\.pretrained and model\.checkpoint: two sets of weights"),
     ],
 )
@@ -172,6 +178,27 @@ def test_the_resize_rule_may_be_another(saved):
     made = build_model(from_dict({"model": given}).model, 3).eval()
     made(torch.randn(1, 3, 64, 64))  # the whole table is stretched: no warning of untrained entries
     assert made.blocks[0].attn.rel_pos.resize == "interpolate"
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "field"),
+    [
+        ("none", "rope", r"terms \[\] \(settings: \['rotary'\]\)"),
+        ("rope", "none", r"terms \['rotary'\] \(settings: \[\]\)"),
+        ("rope", {"preset": "rope", "theta": 10}, r"theta None \(settings: 10\)"),
+        ("txl", {"preset": "txl", "scale": "seed"}, r"scale sum \(settings: seed\)"),
+        ("sam", {"terms": ["query"]}, r"scale content \(settings: sum\)"),
+        ("none", None, r"terms \[\] \(settings: \['bias'\]\)"),
+    ],
+)
+def test_schemes_of_the_same_weights_are_told_apart(tmp_path, then, now, field):
+    save_model_folder(model(then), tmp_path / "model", ["a", "b", "c"], DATA)
+    given = {**stored_settings(str(tmp_path / "model")), "checkpoint": str(tmp_path / "model"), "rel_pos": now}
+    config = from_dict({"model": given}).model
+    for act in (check_model, lambda config: build_model(config, 3)):
+        with pytest.raises(ConfigError, match=r"model\.rel_pos: .*model was trained with " + field):
+            act(config)
+    check_model(from_dict({"model": {**given, "rel_pos": then}}).model)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"architecture": "x", "num_classes": 2}'])

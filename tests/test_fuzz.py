@@ -1,0 +1,191 @@
+"""Spoiled configs, options and pictures: each is taken, or refused in one line that names it.
+
+``VITREL_FUZZ=2000 python -m pytest tests/test_fuzz.py`` makes 2000 of every kind; few are made by default.
+"""
+
+import io
+import json
+import os
+import random
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from vitrel.relpos import PRESETS
+from vitrel.training.checks import check
+from vitrel.training.config import _names, _timm_arguments, _trainer_arguments, dump, from_dict, parse
+from vitrel.training.fileio import ConfigError
+from vitrel.training.files import find_damaged, open_folder
+from vitrel.training.images import DataError
+from vitrel.training.settings import DataConfig, TrainConfig
+from vitrel.training.transforms import InputConfig, eval_transform, train_transform
+
+COUNT = int(os.environ.get("VITREL_FUZZ", "30"))
+CONFIGS = Path(__file__).parents[1] / "configs"
+SLOWLY = settings(
+    max_examples=COUNT,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
+)
+NAMES = [name for name, hint in _names(TrainConfig) if name not in ("model", "data", "optim", "logger", "trainer")]
+NAMES += [f"trainer.{name}" for name in sorted(_trainer_arguments())]
+NAMES += [f"model.{name}" for name in sorted(_timm_arguments())]
+
+NUMBERS = st.one_of(
+    st.integers(-3, 70), st.sampled_from([0.0, 0.1, 0.5, 1.0, 1e-3, -1.0, 1e300, -(10**12), 10**12, 10**30]),
+    st.floats(), st.integers(),
+)  # fmt: skip
+WORDS = st.one_of(
+    st.sampled_from(
+        ["", " ", "null", "true", "on", "off", "auto", "cpu", "ddp", "16", "1e-3", "last", ".", "..", "a/b", "\x00", "\ud800",
+         "x" * 300, "bf16-mixed", "32-true", "folder", "fake", "cifar100", "resized_crop", "[1, 2]", "{a: 1}", "a\nb",
+         *PRESETS, "txl+value", "resnet18", "vit_tiny_patch16_224"]
+    ),
+    st.text(max_size=12),
+)  # fmt: skip
+PLAIN = st.one_of(st.none(), st.booleans(), NUMBERS, WORDS)
+VALUES = st.one_of(
+    PLAIN,
+    st.lists(PLAIN, max_size=4),
+    st.dictionaries(
+        st.one_of(WORDS, st.sampled_from(["preset", "terms", "table", "scale", "depth"])), PLAIN, max_size=3
+    ),
+)
+
+
+def taken(options, tmp_path):
+    """Whether the settings pass every check before data are read; what is refused is refused in one line."""
+    try:
+        config = parse(options, [CONFIGS])
+        check(config)
+    except ConfigError as e:
+        assert str(e).isprintable()
+        assert len(str(e)) > 10
+        return False
+    text = dump(config)
+    assert dump(from_dict(config.as_dict())) == text
+    (tmp_path / "again.yaml").write_text(text, encoding="utf-8")
+    assert dump(parse(["--config", str(tmp_path / "again.yaml")])) == text
+    return True
+
+
+def tree(pairs):
+    """Dotted names and values as nested mappings; a name below a value takes its place."""
+    root = {}
+    for name, value in pairs:
+        here = root
+        *sections, leaf = name.split(".")
+        for section in sections:
+            here = here.setdefault(section, {}) if isinstance(here.get(section, {}), dict) else {}
+        here[leaf] = value
+    return root
+
+
+@given(st.lists(st.tuples(st.one_of(st.sampled_from(NAMES), st.sampled_from(NAMES).map(lambda n: n[:-1])), VALUES),
+                min_size=1, max_size=4))  # fmt: skip
+@SLOWLY
+def test_any_value_of_any_setting_is_taken_or_refused_in_one_line(tmp_path, pairs):
+    (tmp_path / "c.yaml").write_text(json.dumps(tree(pairs)))
+    taken(["--config", str(tmp_path / "c.yaml")], tmp_path)
+
+
+@given(st.lists(st.one_of(st.tuples(st.sampled_from(NAMES), VALUES), WORDS), min_size=1, max_size=4))
+@SLOWLY
+def test_any_options_are_taken_or_refused_in_one_line(tmp_path, words):
+    options = []
+    for word in words:
+        if isinstance(word, str):
+            options.append(word)
+        else:
+            value = word[1] if isinstance(word[1], str) else json.dumps(word[1])
+            options += [f"--{word[0]}={value}"] if len(value) % 2 else [f"--{word[0]}", value]
+    if not {"-h", "--help"} & set(options):
+        taken(options, tmp_path)
+
+
+def spoil(content, rng):
+    """A copy with a few bytes flipped, cut, doubled or moved."""
+    data = bytearray(content)
+    for _ in range(rng.choice([1, 1, 2, 4, 16])):
+        at, length = rng.randrange(len(data) + 1), rng.choice([1, 1, 2, 8, 64])
+        kind = rng.randrange(6)
+        if kind == 0 and at < len(data):
+            data[at] = rng.randrange(256)
+        elif kind == 1 and at < len(data):
+            data[at] ^= 1 << rng.randrange(8)
+        elif kind == 2:
+            del data[at : at + length]
+        elif kind == 3:
+            data[at:at] = data[at : at + length]
+        elif kind == 4:
+            data[at:at] = rng.choice([b"\t", b":", b"-", b"'", b"{", b"[", b"&a ", b"!!int ", b"\n", b"#", b"0", b"e9"])
+        elif rng.random() < 0.2:
+            del data[at:]
+    return bytes(data)
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in CONFIGS.glob("*.yaml")))
+def test_a_config_with_spoiled_bytes_is_taken_or_refused_in_one_line(tmp_path, name):
+    settings_only = b"".join(line for line in (CONFIGS / name).read_bytes().splitlines(True) if line[:1] != b"#")
+    outcomes = []
+    for i in range(-(-COUNT // 4)):
+        (tmp_path / "c.yaml").write_bytes(spoil(settings_only, random.Random(i)))
+        outcomes.append(taken(["--config", str(tmp_path / "c.yaml")], tmp_path))
+    assert 0 < sum(outcomes) < len(outcomes)
+
+
+def pictures():
+    """Small files of many kinds."""
+    rng = np.random.default_rng(0)
+    rgb = Image.fromarray(rng.integers(0, 256, (24, 40, 3), dtype=np.uint8))
+    exif = Image.Exif()
+    exif[274] = 6
+    kinds = [
+        ("png", rgb, {}), ("png", rgb.convert("P"), {"transparency": bytes(range(256))}), ("png", rgb.convert("LA"), {}),
+        ("png", Image.fromarray(rng.integers(0, 65536, (24, 40), dtype=np.uint16)), {}), ("png", rgb.convert("1"), {}),
+        ("jpeg", rgb, {}), ("jpeg", rgb, {"progressive": True, "exif": exif}), ("jpeg", rgb.convert("CMYK"), {}),
+        ("gif", rgb, {"save_all": True, "append_images": [rgb]}), ("webp", rgb, {}), ("tiff", rgb, {}), ("bmp", rgb, {}),
+    ]  # fmt: skip
+    for kind, image, options in kinds:
+        buffer = io.BytesIO()
+        image.save(buffer, kind, **options)
+        yield kind, buffer.getvalue()
+
+
+def test_a_picture_with_spoiled_bytes_is_read_or_named_by_a_worker(tmp_path):
+    kinds = list(pictures())
+    folder = tmp_path / "train" / "a"
+    folder.mkdir(parents=True)
+    for i in range(COUNT):
+        # two of three are PNG or JPEG
+        kind, content = kinds[i % 8] if i % 3 else kinds[8 + i // 3 % 4]
+        (folder / f"{i:06d}.{kind}").write_bytes(spoil(content, random.Random(i)))
+    files = open_folder(tmp_path / "train")
+    assert len(files) == COUNT
+    faults = find_damaged(files, workers=1)
+    assert 0 < len(faults) < COUNT
+    for i, fault in faults.items():
+        assert fault.startswith(f"{files.root}/{files.names[i]}: ")
+        assert fault.isprintable()
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+    print(f"{len(faults)} of {COUNT} refused; the largest process had {peak:.2f} GiB")
+    assert peak < 3
+    inputs = InputConfig((8, 12), (0.5,) * 3, (0.5,) * 3, crop_pct=0.9)
+    made = [eval_transform(inputs), train_transform(inputs, DataConfig(augment="crop_flip"))]
+    made.append(train_transform(inputs, DataConfig(augment="resized_crop")))
+    for i in sorted(set(range(COUNT)) - set(faults)):
+        try:
+            picture = files[i]
+        except DataError:
+            pytest.fail(f"{files.names[i]} was read once and not again")
+        assert picture.dtype == np.uint8
+        assert picture.ndim == 3
+        assert picture.shape[2] == 3
+        assert all(transform(picture).shape == (3, 8, 12) for transform in made)
