@@ -94,7 +94,7 @@ def test_a_config_is_found_as_a_path_then_by_name(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("cifar.yaml", "there is no 'cifar.yaml' in {here}, {configs}; did you mean cifar10.yaml?"),
+        ("cifar.yaml", "there is no 'cifar.yaml' in {here}, {configs}; did you mean cifar10?"),
         ("nope.yaml", "there is no 'nope.yaml' in {here}, {configs}; there are {names}"),
         ("nope", "there is no 'nope' in {here}, {configs}; there are {names}"),
         ("sub/nope.yaml", "there is no 'sub/nope.yaml' in {here}/sub, {configs}; there are {names}"),

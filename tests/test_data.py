@@ -195,9 +195,9 @@ def test_classes_of_another_order_or_number_are_refused():
     names = trained["PictureDataModule"]["classes"]
     check_classes("x.ckpt", trained, list(names))
     check_classes("x.ckpt", {}, ["cat", "dog"])  # a checkpoint that does not say
-    with pytest.raises(DataError, match="x.ckpt was trained on 10 classes, the data have 2; give its own data"):
+    with pytest.raises(DataError, match=r"x\.ckpt was trained on 10 classes, the data have 2; give its own data"):
         check_classes("x.ckpt", trained, ["cat", "dog"])
-    with pytest.raises(DataError, match="x.ckpt was trained with 'class_3' as class 3, in the data it is 'class_4'"):
+    with pytest.raises(DataError, match=r"x\.ckpt was trained with 'class_3' as class 3, in the data it is 'class_4'"):
         check_classes("x.ckpt", trained, [*names[:3], names[4], names[3], *names[5:]])
 
 

@@ -92,7 +92,7 @@ def test_every_mode_becomes_three_channels(mode, kind):
     grey.convert("RGB").convert(mode).save(buffer, kind)
     read = decode(buffer.getvalue(), "x")
     assert (read.shape, read.dtype) == ((6, 4, 3), np.uint8)
-    if mode != "1":
+    if mode not in ("1", "P"):  # whose colours are few
         assert np.abs(read.astype(int) - 60).max() <= 3
 
 
@@ -100,7 +100,7 @@ def test_no_other_reader_of_pillow_is_started():
     """A PostScript file of whatever name would start Ghostscript."""
     buffer = io.BytesIO()
     Image.new("RGB", (4, 4)).save(buffer, "EPS")
-    with pytest.raises(DataError, match=r"^a\.jpg: cannot be read as an image \(none of BMP GIF JPEG MPO PNG"):
+    with pytest.raises(DataError, match=r"^a\.jpg: cannot be read as an image \(none of BMP GIF JPEG PNG"):
         decode(buffer.getvalue(), "a.jpg")
 
 

@@ -101,10 +101,8 @@ def test_damaged_pictures_are_skipped_on_request_named_and_counted(shared, caplo
     assert len(train) == 12
     assert all(train.pictures[i].shape == (32, 32, 3) for i in train.indices)
     assert source.skipped == [broken]
-    assert [r.getMessage() for r in caplog.records if "skipped" in r.getMessage()] == [
-        f"skipped {broken}: cannot be read as an image (image file is truncated (0 bytes not processed)); replace or remove"
-        " the file"
-    ]
+    (line,) = (r.getMessage() for r in caplog.records)
+    assert line.startswith(f"skipped {broken}: cannot be read as an image (image file is truncated")
     source.check()
     source.split("train")
     assert source.skipped == [broken]  # looked for once
@@ -215,7 +213,7 @@ def test_cifar_from_tars_of_class_folders_is_decoded_once(tmp_path, monkeypatch,
         cifar_tar(base / f"{split}.tar", classes)
     calls = []
     real = sources._decoded
-    monkeypatch.setattr(sources, "_decoded", lambda files: calls.append(files.root.name) or real(files))
+    monkeypatch.setattr(sources, "_decoded", lambda files, *rest: calls.append(files.root.name) or real(files, *rest))
     source = find_source(DataConfig(name="cifar10", root=str(tmp_path), val_size=10))
     splits = [source.split(name) for name in ("train", "val", "test")]
     assert calls == ["train.tar", "test.tar"]

@@ -45,7 +45,7 @@ def find_config(name: str, folders: Sequence[Path] = ()) -> Path:
         raise ConfigError(f"--config: {name} is a folder; give a YAML file")
     there = sorted(p.name for folder in places for p in folder.glob("*.yaml"))
     looked = ", ".join(str(folder) for folder in (given.absolute().parent, *places))
-    hint = suggest(name, there) or (f"; there are {', '.join(there)}" if there else "")
+    hint = suggest(given.stem, [Path(n).stem for n in there]) or (f"; there are {', '.join(there)}" if there else "")
     raise ConfigError(f"--config: there is no {name!r} in {looked}{hint}")
 
 

@@ -98,17 +98,18 @@ def open_tar(path: Path) -> ImageFiles:
     """
     try:
         with tarfile.open(path, "r:") as tar, open(path, "rb") as raw:
-            members = [m for m in tar if not any(part.startswith(".") for part in _parts(m.name))]
+            members = [(_parts(m.name), m) for m in tar]
             raw.seek(tar.offset)
             # The listing just ends where a header is damaged, or where the file was cut between two members.
             if raw.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise tarfile.ReadError(f"damaged or cut short after {tar.offset} bytes; copy or pack it again")
     except (tarfile.TarError, OSError, EOFError) as e:
         raise DataError(f"{path}: not a readable, uncompressed tar file ({e})") from None
-    for m in members:
-        if (m.issym() or m.islnk()) and _is_named_picture(m.name):
+    members = [(parts, m) for parts, m in members if not any(part.startswith(".") for part in parts)]
+    for parts, m in members:
+        if (m.issym() or m.islnk()) and _is_named_picture(parts[-1]):
             raise DataError(f"{path}: {m.name} is a link; pack the pictures themselves (tar --hard-dereference -h)")
-    entries = [(_parts(m.name), m.isdir(), m.offset_data, m.size) for m in members if m.isreg() or m.isdir()]
+    entries = [(parts, m.isdir(), m.offset_data, m.size) for parts, m in members if m.isreg() or m.isdir()]
     pictures = [e for e in entries if not e[1] and _is_named_picture(e[0][-1])]
     depth = min((len(e[0]) for e in pictures), default=0)
     top = 1 if depth > 2 and len({e[0][0] for e in pictures}) == 1 else 0

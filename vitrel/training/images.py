@@ -17,7 +17,7 @@ from vitrel.training.fileio import one_line
 
 MAX_PIXELS = 64 * 1024 * 1024
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
-_FORMATS = ("BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")  # no other reader, whatever a file calls itself
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # no other reader, whatever a file calls itself
 
 
 class DataError(RuntimeError):
@@ -53,9 +53,9 @@ def decode(content: bytes, name: str) -> NDArray[np.uint8]:
     except DataError:
         raise
     except Exception as e:  # a damaged file makes Pillow's readers fail in any way
-        reason = "the file is empty" if not content else str(e).strip() or type(e).__name__
+        reason = str(e).strip() or type(e).__name__
         if isinstance(e, UnidentifiedImageError):
-            reason = f"none of {' '.join(_FORMATS)}"
+            reason = f"none of {' '.join(_FORMATS)}" if content else "the file is empty"
         raise DataError(f"{name}: cannot be read as an image ({reason}); replace or remove the file") from None
 
 

@@ -190,6 +190,7 @@ class ClassFolders(Source):
         self.paths = {name: path for name, path in found.items() if path}
         self.tested_on = "test" if "test" in self.paths else "val"
         self.skipped: list[str] = []
+        self._told = False
         self._opened: dict[Path, ImageFiles] = {}
         self._sound: dict[Path, NDArray[np.bool_]] = {}
         self._arrays: dict[Path, NDArray[np.uint8]] = {}
@@ -203,8 +204,6 @@ class ClassFolders(Source):
         empty = sorted(set(train.classes) - set(train.folders))
         if empty:
             _warn(f"{train.root}: no pictures in {', '.join(empty)}; the class is kept")
-        if self.tested_on == "val":
-            _warn(f"no test split beside {train.root}: the test figures are those of val")
 
     def check(self) -> None:
         for name in _ALIASES:
@@ -225,7 +224,10 @@ class ClassFolders(Source):
 
     def _indices(self, name: SplitName) -> tuple[ImageFiles, NDArray[np.int64], NDArray[np.int64]]:
         """The files of a split, the labels of all of them, and which of them belong to it."""
-        name = self.tested_on if name == "test" else name
+        if name == "test" and self.tested_on == "val":
+            if not self._told:
+                _warn(f"no test split beside {self.paths['train']}: the test figures are those of val")
+            name, self._told = "val", True
         files = self._open(self.paths.get(name, self.paths["train"]))
         labels = files.labels(self.classes)
         indices = np.arange(len(labels))

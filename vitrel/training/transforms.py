@@ -184,7 +184,7 @@ def _cover_and_crop(inputs: InputConfig, crop_pct: float) -> list[A.BasicTransfo
 
 
 def _around_the_middle(picture: NDArray[np.uint8], cover: tuple[int, int], **_: object) -> NDArray[np.uint8]:
-    """At most 4 times the sides that will cover the input: 1 x 100,000 pixels would grow to gigabytes before the crop."""
+    """At most 4 times what the crop keeps: 1 x 100,000 pixels would grow to gigabytes before it."""
     scale = max(c / side for c, side in zip(cover, picture.shape, strict=False))
     cut = [max(0, side - math.ceil(4 * c / scale)) // 2 for c, side in zip(cover, picture.shape, strict=False)]
     return picture[cut[0] : picture.shape[0] - cut[0], cut[1] : picture.shape[1] - cut[1]]
