@@ -151,12 +151,6 @@ def test_a_run_from_an_exported_folder(saved, pictures, tmp_path, capsys):
         ({"kwargs": {**BODY, "depth": 3}}, r"model\.checkpoint: .*blocks\.2\..* is not in it \(\d+ such names\)"),
         ({"kwargs": {**BODY, "depth": 1}}, r"model\.checkpoint: .*blocks\.1\..* is only in"),
         ({"kwargs": {**BODY, "embed_dim": 32}}, r"size mismatch for cls_token"),
-        (
-            {"kwargs": {**SAVED, "num_heads": 4}},
-            r"is 2 there, and 4 by the settings; leave the settings of its body out",
-        ),
-        ({"kwargs": {**SAVED, "act_layer": "relu"}}, r"the kind of blocks\.0\.mlp\.act is GELU there, and ReLU by"),
-        ({"kwargs": {**SAVED, "global_pool": "token"}}, r"model\.checkpoint: "),
         ({"pretrained": True}, r"model\.pretrained and model\.checkpoint: two sets of weights"),
     ],
 )
@@ -178,6 +172,27 @@ def test_the_resize_rule_may_be_another(saved):
     made = build_model(from_dict({"model": given}).model, 3).eval()
     made(torch.randn(1, 3, 64, 64))  # the whole table is stretched: no warning of untrained entries
     assert made.blocks[0].attn.rel_pos.resize == "interpolate"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            {"num_heads": 4},
+            r"blocks\.0\.attn\.num_heads is 2 there, and 4 by the settings; leave the settings of its body",
+        ),
+        ({"act_layer": "relu"}, r"the kind of blocks\.0\.mlp\.act is GELU there, and ReLU by"),
+        ({"global_pool": "max"}, r"global_pool is avg there, and max by"),
+        ({"norm_layer": {"eps": 1e-3}}, r"blocks\.0\.norm1\.eps is 1e-06 there, and 0\.001 by"),
+    ],
+)
+def test_bodies_of_the_same_weights_are_told_apart(tmp_path, body, message):
+    save_model_folder(model("rope"), tmp_path / "model", ["a", "b", "c"], DATA)
+    given = {**stored_settings(str(tmp_path / "model")), "checkpoint": str(tmp_path / "model")}
+    given["kwargs"] = {**given["kwargs"], **body}
+    for act in (check_model, lambda config: build_model(config, 3)):
+        with pytest.raises(ConfigError, match=r"model\.checkpoint: .*model holds another model .*" + message):
+            act(from_dict({"model": given}).model)
 
 
 @pytest.mark.parametrize(
