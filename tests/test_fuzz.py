@@ -8,11 +8,14 @@ import json
 import os
 import random
 import resource
+import types
+import typing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -60,15 +63,43 @@ VALUES = st.one_of(
 )
 
 
+HINTS = dict(_names(TrainConfig))
+LIKELY = {int: st.integers(0, 40), float: st.floats(0, 1), bool: st.booleans(), str: WORDS}
+LIKELY[Any] = st.one_of(VALUES, *LIKELY.values())
+
+
+def likely(name):
+    """Values of the type that a setting takes; of any type where that is not known here."""
+    hint = HINTS.get(name, Any)
+    hints = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    return st.one_of(*(_of_type(h) for h in hints))
+
+
+def _of_type(hint):
+    if typing.get_origin(hint) is typing.Literal:
+        return st.sampled_from(typing.get_args(hint))
+    if typing.get_origin(hint) is list:
+        return st.lists(_of_type(typing.get_args(hint)[0]), max_size=4)
+    return LIKELY.get(hint, VALUES)
+
+
+def pairs():
+    """A dotted name and a value, of its type or of any; now and then a name that is none."""
+    likely_pair = st.sampled_from(NAMES).flatmap(lambda name: st.tuples(st.just(name), likely(name)))
+    return st.one_of(
+        likely_pair, likely_pair, likely_pair, st.tuples(st.sampled_from(NAMES), VALUES),
+        st.tuples(st.sampled_from(NAMES).map(lambda name: name[:-1]), VALUES),
+    )  # fmt: skip
+
+
 def taken(options, tmp_path):
     """Whether the settings pass every check before data are read; what is refused is refused in one line."""
+    refusal = None
     try:
         config = parse(options, [CONFIGS])
         check(config)
     except ConfigError as e:
         refusal = str(e)
-    else:
-        refusal = None
     if refusal is not None:
         assert refusal.isprintable()
         assert len(refusal) > 10
@@ -92,15 +123,14 @@ def tree(pairs):
     return root
 
 
-@given(st.lists(st.tuples(st.one_of(st.sampled_from(NAMES), st.sampled_from(NAMES).map(lambda n: n[:-1])), VALUES),
-                min_size=1, max_size=4))  # fmt: skip
+@given(st.lists(pairs(), min_size=1, max_size=4))
 @SLOWLY
-def test_any_value_of_any_setting_is_taken_or_refused_in_one_line(tmp_path, pairs):
-    (tmp_path / "c.yaml").write_text(json.dumps(tree(pairs)))
-    taken(["--config", str(tmp_path / "c.yaml")], tmp_path)
+def test_any_value_of_any_setting_is_taken_or_refused_in_one_line(tmp_path, given_pairs):
+    (tmp_path / "c.yaml").write_text(json.dumps(tree(given_pairs)))
+    event("taken" if taken(["--config", str(tmp_path / "c.yaml")], tmp_path) else "refused")
 
 
-@given(st.lists(st.one_of(st.tuples(st.sampled_from(NAMES), VALUES), WORDS), min_size=1, max_size=4))
+@given(st.lists(st.one_of(pairs(), pairs(), pairs(), WORDS), min_size=1, max_size=4))
 @SLOWLY
 def test_any_options_are_taken_or_refused_in_one_line(tmp_path, words):
     options = []
@@ -111,7 +141,7 @@ def test_any_options_are_taken_or_refused_in_one_line(tmp_path, words):
             value = word[1] if isinstance(word[1], str) else json.dumps(word[1])
             options += [f"--{word[0]}={value}"] if len(value) % 2 else [f"--{word[0]}", value]
     if not {"-h", "--help"} & set(options):
-        taken(options, tmp_path)
+        event("taken" if taken(options, tmp_path) else "refused")
 
 
 def spoil(content, rng):
