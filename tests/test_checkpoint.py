@@ -230,3 +230,11 @@ def test_a_file_of_weights_alone_takes_the_settings_of_the_run(saved, tmp_path):
     assert (config.model.arch, config.model.kwargs) == ("vitrel_micro_patch4_32", {})
     made = build_model(ModelConfig(rel_pos="txl+bias", img_size=[32, 32], kwargs=BODY, checkpoint=str(file)), 3)
     assert torch.equal(made.blocks[1].attn.qkv.weight, model().blocks[1].attn.qkv.weight)
+
+
+def test_weights_without_their_configuration_are_taken_on_trust_and_it_is_said(tiny, tmp_path, capsys):
+    first = run(tiny("--data.name", "fake", "--model.rel_pos", "rope"))
+    file = tmp_path / "weights.safetensors"
+    shutil.copyfile(Path(first["folder"], "model", "model.safetensors"), file)
+    run(tiny("--data.name", "fake", "--model.rel_pos", "rope", "--model.checkpoint", str(file)))
+    assert f"weights from {file}; there is no config.json beside them, so that their heads" in capsys.readouterr().out
