@@ -73,4 +73,4 @@ def _rgb(image: Image.Image) -> NDArray[np.uint8]:
         white = Image.new("RGBA", image.size, "white")
         white.alpha_composite(image)
         image = white
-    return np.array(image.convert("RGB"), dtype=np.uint8)
+    return np.array(image if image.mode == "RGB" else image.convert("RGB"), dtype=np.uint8)

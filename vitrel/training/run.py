@@ -35,7 +35,7 @@ from vitrel.training.images import DataError
 from vitrel.training.loggers import build_loggers, finish_wandb
 from vitrel.training.model import build_model, save_model_folder
 from vitrel.training.settings import TrainConfig
-from vitrel.training.sources import find_source
+from vitrel.training.sources import Source, find_source
 from vitrel.training.task import ClassificationTask
 from vitrel.training.transforms import InputConfig
 
@@ -57,11 +57,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
     check(config)
     resume = _find_checkpoint(config)
     source = find_source(config.data)
-    if rank_zero_only.rank == 0:  # the others wait for it before they open the data
-        source.prepare()
-        source.check()
-        if resume:
-            check_classes(resume, read_checkpoint(Path(resume)), source.classes)
+    _check_data(source, resume)
     config = dataclasses.replace(config, ckpt_path=None)  # what is written down can be run again
     pl.seed_everything(config.seed, workers=True, verbose=False)
     # Counts the tables as trained at this size: the check before training would warn of those that have grown.
@@ -96,6 +92,15 @@ def run(config: TrainConfig) -> dict[str, Any]:
     finally:
         finish_wandb()
     return results
+
+
+@rank_zero_only
+def _check_data(source: Source, resume: str | None) -> None:
+    """Finds what is wrong with the data before a run folder is made; other processes wait before they open them."""
+    source.prepare()
+    source.check()
+    if resume:
+        check_classes(resume, read_checkpoint(Path(resume)), source.classes)
 
 
 def evaluate(path: str | Path, **overrides: Any) -> dict[str, float]:
