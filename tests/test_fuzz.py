@@ -8,6 +8,7 @@ import json
 import os
 import random
 import resource
+import tarfile
 import types
 import typing
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -23,12 +25,13 @@ from vitrel.relpos import PRESETS
 from vitrel.training.checks import check
 from vitrel.training.config import _names, _timm_arguments, _trainer_arguments, dump, from_dict, parse
 from vitrel.training.fileio import ConfigError
-from vitrel.training.files import find_damaged, open_folder
+from vitrel.training.files import find_damaged, open_folder, open_tar
 from vitrel.training.images import DataError
+from vitrel.training.model import save_model_folder
 from vitrel.training.settings import DataConfig, TrainConfig
 from vitrel.training.transforms import InputConfig, eval_transform, train_transform
 
-COUNT = int(os.environ.get("VITREL_FUZZ", "30"))
+COUNT = int(os.environ.get("VITREL_FUZZ", "20"))
 CONFIGS = Path(__file__).parents[1] / "configs"
 SLOWLY = settings(
     max_examples=COUNT,
@@ -225,3 +228,55 @@ def test_a_picture_with_spoiled_bytes_is_read_or_named_by_a_worker(tmp_path):
         assert picture.ndim == 3
         assert picture.shape[2] == 3
         assert all(transform(picture).shape == (3, 8, 12) for transform in made)
+
+
+def test_a_tar_with_spoiled_bytes_is_read_or_named(tmp_path):
+    with tarfile.open(tmp_path / "whole.tar", "w") as tar:
+        for i, (kind, content) in enumerate(pictures()):
+            info = tarfile.TarInfo(f"{'ab'[i % 2]}/{i}.{kind}")
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    whole = (tmp_path / "whole.tar").read_bytes()
+    headers = [i for i in range(0, len(whole), 512) if whole[i + 257 : i + 262] == b"ustar"]
+    outcomes = set()
+    for i in range(COUNT):
+        rng = random.Random(i)
+        at = rng.choice(headers)
+        content = whole[:at] + spoil(whole[at : at + 512], rng)[: rng.choice([512, 600])] + whole[at + 512 :]
+        if i % 2:  # a wrong checksum hides what else is wrong
+            header = content[at : at + 512]
+            total = sum(header[:148]) + 8 * 32 + sum(header[156:])
+            content = content[: at + 148] + b"%06o\0 " % total + content[at + 156 :]
+        (tmp_path / "a.tar").write_bytes(content)
+        try:
+            files = open_tar(tmp_path / "a.tar")
+            _ = [files[k] for k in range(len(files))]
+        except DataError as e:
+            outcomes.add(str(e)[: len(str(tmp_path)) + 6])
+        else:
+            outcomes.add("read")
+    assert outcomes == {"read", f"{tmp_path}/a.tar"}
+
+
+def test_a_stored_configuration_with_spoiled_bytes_is_taken_or_refused_in_one_line(tmp_path):
+    model = timm.create_model("vitrel_micro_patch4_32", depth=1, embed_dim=16, num_heads=2, num_classes=3)
+    data = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bicubic", "crop_pct": 1.0}
+    save_model_folder(model, tmp_path / "model", ["a", "b", "c"], data)
+    stored = tmp_path / "model" / "config.json"
+    whole = json.loads(stored.read_text())
+    outcomes = []
+    for i in range(-(-COUNT // 2)):
+        rng = random.Random(i)
+        if i % 2:
+            stored.write_bytes(spoil(json.dumps(whole).encode(), rng))
+        else:  # whole JSON of another content
+            spoiled = json.loads(json.dumps(whole))
+            section = rng.choice(
+                [spoiled, spoiled["model_args"], spoiled["pretrained_cfg"], spoiled["model_args"]["rel_pos"]]
+            )
+            section[rng.choice(list(section))] = rng.choice(
+                [None, -1, 0, 10**12, 0.5, "x", "", [], [1, 2], {}, {"a": 1}, True]
+            )
+            stored.write_text(json.dumps(spoiled))
+        outcomes.append(taken(["--model.checkpoint", str(tmp_path / "model")], tmp_path))
+    assert 0 < sum(outcomes) < len(outcomes)

@@ -46,12 +46,16 @@ def stored_config(checkpoint: str) -> dict[str, Any] | None:
         return None
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        config["architecture"], config["num_classes"], config["pretrained_cfg"]["input_size"]
-    except (ValueError, KeyError, TypeError) as e:
+        config = {"model_args": {}, **config}
+        for key, kind in (("architecture", str), ("num_classes", int), ("pretrained_cfg", dict), ("model_args", dict)):
+            if not isinstance(config[key], kind):
+                raise TypeError(f"{key} is {config[key]!r}")
+        config["pretrained_cfg"]["input_size"]
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise ConfigError(
             f"model.checkpoint: {path} is no configuration of a timm model: {one_line(repr(e))}; export the run again"
         ) from None
-    return dict(config)
+    return config
 
 
 def stored_settings(checkpoint: str) -> dict[str, Any]:
@@ -63,7 +67,7 @@ def stored_settings(checkpoint: str) -> dict[str, Any]:
     config = stored_config(checkpoint)
     if config is None:
         return {}
-    arguments = {k: v for k, v in config.get("model_args", {}).items() if k not in _NOT_OF_THE_BODY}
+    arguments = {k: v for k, v in config["model_args"].items() if k not in _NOT_OF_THE_BODY}
     patch = arguments.get("patch_size")
     if isinstance(patch, list) and len(set(patch)) == 1:
         arguments["patch_size"] = patch[0]
@@ -87,7 +91,7 @@ def check_agreement(checkpoint: str, arch: str, rel_pos: Any) -> None:
         raise ConfigError(
             f"model.arch: {checkpoint} holds a {config['architecture']}, the settings say {arch}; leave model.arch out"
         )
-    differing = _differing_schemes(arch, config.get("model_args", {}).get("rel_pos"), rel_pos)
+    differing = _differing_schemes(arch, config["model_args"].get("rel_pos"), rel_pos)
     if differing:
         raise ConfigError(f"model.rel_pos: {checkpoint} was trained with {differing}; leave model.rel_pos out")
 
@@ -105,7 +109,7 @@ def check_function(checkpoint: str, model: nn.Module) -> None:
     config = stored_config(checkpoint)
     if config is None:
         return
-    arguments = {k: v for k, v in config.get("model_args", {}).items() if k not in _NOT_OF_THE_BODY}
+    arguments = {k: v for k, v in config["model_args"].items() if k not in _NOT_OF_THE_BODY}
     try:
         with torch.device("meta"):
             saved = timm.create_model(config["architecture"], **arguments)
