@@ -219,3 +219,15 @@ def test_help_and_print_config_end_without_a_run(capsys):
 
 def test_defaults_are_those_of_the_sections():
     assert parse([]).as_dict() == {**TrainConfig().as_dict(), "name": "digits"}
+
+
+def test_one_parse_leaves_nothing_for_the_next():
+    first = parse(
+        ["--data.scale", "[0.1, 0.2]", "--model.depth", "3", "--optim.betas", "[0.5, 0.5]", "--trainer.devices", "2"]
+    )
+    first.data.scale.append(9.0)
+    first.model.kwargs["x"] = 1
+    second = parse([])
+    second.data.scale.append(9.0)
+    second.trainer["x"] = 1
+    assert parse([]).as_dict() == {**TrainConfig().as_dict(), "name": "digits"}

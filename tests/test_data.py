@@ -162,7 +162,7 @@ def test_augmentation_differs_between_epochs_workers_and_processes_and_repeats(
     monkeypatch.setenv("PL_SEED_WORKERS", "1")  # what seed_everything sets
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
     runs = []
-    for seed in (0, 0, 1):
+    for seed in (0, 0, 1) if processes == 1 else (0, 0):
         folder = tmp_path / str(len(runs))
         folder.mkdir()
         several = {"devices": processes, "strategy": "ddp_fork" if processes > 1 else "auto"}
@@ -178,7 +178,7 @@ def test_augmentation_differs_between_epochs_workers_and_processes_and_repeats(
     assert drawn.shape == (24, 3, 8, 8)
     assert len({picture.numpy().tobytes() for picture in drawn}) >= 22  # of 81 crops, 2 flips and 49 holes
     assert torch.equal(drawn, torch.cat(runs[1]))
-    assert not torch.equal(drawn, torch.cat(runs[2]))
+    assert not any(torch.equal(drawn, torch.cat(other)) for other in runs[2:])
 
 
 @pytest.mark.slow
@@ -221,6 +221,8 @@ def test_an_odd_picture_in_a_class_folder_reaches_the_model_or_is_named(shared, 
             (tmp_path / split / label).mkdir(parents=True)
             Image.new("RGB", (40, 40), "blue").save(tmp_path / split / label / "plain.png")
     for name, readable in IMAGES.items():
+        if readable and workers:  # a worker only makes a difference to how an error arrives
+            continue
         for split in ("train", "val"):
             odd = tmp_path / split / "b" / name
             odd.write_bytes((cases / name).read_bytes())
@@ -248,7 +250,7 @@ def test_grey_is_normalised_with_the_statistics_of_each_channel(shared):
 
 def test_a_run_says_what_it_left_out_and_what_it_was_tested_on(tiny, shared, capsys):
     root = str(shared / "cases" / "folders" / "one_truncated")
-    options = ["--data.name", "folder", "--data.root", root, "--data.skip_damaged", "true", "--data.num_workers", "1"]
+    options = ["--data.name", "folder", "--data.root", root, "--data.skip_damaged", "true"]
     results = run(tiny(*options))
     assert (results["skipped_files"], results["tested_on"]) == (1, "val")
     written = json.loads((Path(results["folder"]) / "results.json").read_text())
@@ -256,7 +258,8 @@ def test_a_run_says_what_it_left_out_and_what_it_was_tested_on(tiny, shared, cap
     out = capsys.readouterr().out
     assert "damaged pictures left out: 1\n" in out
     assert f"validation accuracy {results['test/acc']:.4f}" in out
-    assert (run(tiny())["skipped_files"], run(tiny())["tested_on"]) == (0, "test")
+    results = run(tiny("--data.name", "fake"))
+    assert (results["skipped_files"], results["tested_on"]) == (0, "test")
 
 
 def test_a_damaged_picture_ends_a_run_in_one_line_that_names_it(tmp_path, shared, monkeypatch, capsys):

@@ -107,7 +107,7 @@ def _parse(tree: dict[str, Any], options: list[str]) -> TrainConfig:
     tree = _with_checkpoint(tree, options)
     defaults = TrainConfig().trainer
     tree = {**tree, "trainer": {**defaults, **tree.get("trainer", {})}}
-    parser = _parser(options)
+    parser = _parser(with_help=bool({"-h", "--help"} & set(options)))
     try:
         space = parser.instantiate(parser.parse_args(options, namespace=parser.parse_object(tree)))
         config = TrainConfig(**{f.name: space[f.name] for f in dataclasses.fields(TrainConfig)})
@@ -142,9 +142,10 @@ def _with_checkpoint(tree: dict[str, Any], options: list[str]) -> dict[str, Any]
     return tree
 
 
-def _parser(options: list[str]) -> ArgumentParser:
+@functools.cache
+def _parser(with_help: bool) -> ArgumentParser:
     epilog = None
-    if {"-h", "--help"} & set(options):
+    if with_help:
         epilog = f"--trainer.NAME takes {', '.join(sorted(_trainer_arguments() - set(_SET_BY_RUN)))}."
     parser = ArgumentParser(
         exit_on_error=False,
