@@ -135,9 +135,8 @@ def _with_checkpoint(tree: dict[str, Any], options: list[str]) -> dict[str, Any]
         stored = stored_settings(given)
         kept = {k: v for k, v in model.items() if not stored or k not in ("arch", "rel_pos", "patch_size", "kwargs")}
         return {**tree, "model": {**stored, **kept}}
-    if (
-        isinstance(model.get("checkpoint"), str) and "arch" not in model
-    ):  # a resolved config has it, and may have lost the folder
+    # A resolved config has an arch, and may have lost the folder.
+    if isinstance(model.get("checkpoint"), str) and "arch" not in model:
         return {**tree, "model": {**stored_settings(model["checkpoint"]), **model}}
     return tree
 
