@@ -174,6 +174,48 @@ def test_the_resize_rule_may_be_another(saved):
     assert made.blocks[0].attn.rel_pos.resize == "interpolate"
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            {"num_heads": 4},
+            r"blocks\.0\.attn\.num_heads is 2 there, and 4 by the settings; leave the settings of its body",
+        ),
+        ({"act_layer": "relu"}, r"the kind of blocks\.0\.mlp\.act is GELU there, and ReLU by"),
+        ({"global_pool": "max"}, r"global_pool is avg there, and max by"),
+        ({"norm_layer": {"eps": 1e-3}}, r"blocks\.0\.norm1\.eps is 1e-06 there, and 0\.001 by"),
+    ],
+)
+def test_bodies_of_the_same_weights_are_told_apart(tmp_path, body, message):
+    save_model_folder(model("rope"), tmp_path / "model", ["a", "b", "c"], DATA)
+    given = {**stored_settings(str(tmp_path / "model")), "checkpoint": str(tmp_path / "model")}
+    given["kwargs"] = {**given["kwargs"], **body}
+    for act in (check_model, lambda config: build_model(config, 3)):
+        with pytest.raises(ConfigError, match=r"model\.checkpoint: .*model holds another model .*" + message):
+            act(from_dict({"model": given}).model)
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "field"),
+    [
+        ("none", "rope", r"terms \[\] \(settings: \['rotary'\]\)"),
+        ("rope", "none", r"terms \['rotary'\] \(settings: \[\]\)"),
+        ("rope", {"preset": "rope", "theta": 10}, r"theta None \(settings: 10\)"),
+        ("txl", {"preset": "txl", "scale": "seed"}, r"scale sum \(settings: seed\)"),
+        ("sam", {"terms": ["query"]}, r"scale content \(settings: sum\)"),
+        ("none", None, r"terms \[\] \(settings: \['bias'\]\)"),
+    ],
+)
+def test_schemes_of_the_same_weights_are_told_apart(tmp_path, then, now, field):
+    save_model_folder(model(then), tmp_path / "model", ["a", "b", "c"], DATA)
+    given = {**stored_settings(str(tmp_path / "model")), "checkpoint": str(tmp_path / "model"), "rel_pos": now}
+    config = from_dict({"model": given}).model
+    for act in (check_model, lambda config: build_model(config, 3)):
+        with pytest.raises(ConfigError, match=r"model\.rel_pos: .*model was trained with " + field):
+            act(config)
+    check_model(from_dict({"model": {**given, "rel_pos": then}}).model)
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"architecture": "x", "num_classes": 2}'])
 def test_a_damaged_configuration_is_named(saved, text):
     (saved / "config.json").write_text(text)
@@ -188,3 +230,11 @@ def test_a_file_of_weights_alone_takes_the_settings_of_the_run(saved, tmp_path):
     assert (config.model.arch, config.model.kwargs) == ("vitrel_micro_patch4_32", {})
     made = build_model(ModelConfig(rel_pos="txl+bias", img_size=[32, 32], kwargs=BODY, checkpoint=str(file)), 3)
     assert torch.equal(made.blocks[1].attn.qkv.weight, model().blocks[1].attn.qkv.weight)
+
+
+def test_weights_without_their_configuration_are_taken_on_trust_and_it_is_said(tiny, tmp_path, capsys):
+    first = run(tiny("--data.name", "fake", "--model.rel_pos", "rope"))
+    file = tmp_path / "weights.safetensors"
+    shutil.copyfile(Path(first["folder"], "model", "model.safetensors"), file)
+    run(tiny("--data.name", "fake", "--model.rel_pos", "rope", "--model.checkpoint", str(file)))
+    assert f"weights from {file}; there is no config.json beside them, so that their heads" in capsys.readouterr().out

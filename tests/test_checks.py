@@ -26,6 +26,29 @@ def test_the_defaults_pass():
         (["--data.mean", "[0, 0, 0]"], "data.mean and data.std go together; give both or neither"),
         (["--data.download", "true"], "data.download: only cifar10 and cifar100 can be downloaded, not digits"),
         (["--name", "a/b"], "name: expected a plain folder name, got 'a/b'"),
+        (["--name", ".."], "name: expected a plain folder name, got '..'"),
+        (["--name", ""], "name: expected some text, got ''; leave it out for the default"),
+        (["--name", "x" * 300], "name: expected names of at most 255 bytes, got 'xxx"),
+        (["--data.root", " "], "data.root: expected some text, got ' '"),
+        (["--runs", ""], "runs: expected some text, got ''"),
+        (["--runs", __file__], f"runs: {__file__} is a file; give a folder"),
+        (["--runs", f"{__file__}/a/b"], f"runs: {__file__} is a file; give a folder"),
+        (["--model.arch", ""], "model.arch: expected some text, got ''"),
+        (["--data.root", "a\0b"], "data.root: expected text without control characters, got 'a\\x00b'"),
+        (["--logger.project", "\udcff"], "logger.project: expected text without control characters"),
+        (["--data.num_workers", "100000"], "data.num_workers: expected 0 to 512, or null, got 100000"),
+        (
+            ["--model.img_size", "0"],
+            "model.img_size: expected a side or [rows, columns] of at most 16384 pixels, got 0",
+        ),
+        (["--model.depth", "100000"], "model.depth: expected at most 1024, got 100000"),
+        (
+            ["--model.kwargs.rel_pos", "rope"],
+            "model.kwargs.rel_pos: set by the run or by model.rel_pos; remove it here",
+        ),
+        (["--trainer.accelerator", "nope"], "trainer: "),
+        (["--trainer.limit_val_batches", "-1"], "trainer: "),
+        (["--trainer.strategy", "nope"], "trainer: "),
         (["--ckpt_path", "x.ckpt"], "ckpt_path: there is no file x.ckpt; give a .ckpt file or 'last'"),
         (["--model.img_size", "30"], "model.img_size: 30 x 30 is not a multiple of vitrel_micro_patch4_32's patch"),
         (["--model.patch_size", "3"], "32 x 32 is not a multiple of vitrel_micro_patch4_32's patch of 3 x 3 pixels"),
@@ -41,6 +64,7 @@ def test_a_value_out_of_range_is_refused(options, message):
     with pytest.raises(ConfigError) as e:
         check(parse(options))
     assert message in str(e.value)
+    assert str(e.value).isprintable()
     assert "\n" not in str(e.value)
 
 

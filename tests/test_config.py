@@ -1,5 +1,7 @@
 """Settings from files and options: what they become, and every message once."""
 
+import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -87,9 +89,26 @@ def test_a_config_is_found_as_a_path_then_by_name(tmp_path, monkeypatch):
     assert find_config("digits", [CONFIGS]) == find_config("digits.yaml", [CONFIGS]) == CONFIGS / "digits.yaml"
     Path("digits.yaml").write_text("seed: 5\n")
     assert find_config("digits.yaml", [CONFIGS]) == Path("digits.yaml")
-    message = refused("--config", "cifar.yaml")
-    assert message.startswith("no config 'cifar.yaml': looked for cifar.yaml, ")
-    assert message.endswith("(available: cifar10.yaml, cifar100.yaml, digits.yaml, folder.yaml)")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("cifar.yaml", "there is no 'cifar.yaml' in {here}, {configs}; did you mean cifar10?"),
+        ("nope.yaml", "there is no 'nope.yaml' in {here}, {configs}; there are {names}"),
+        ("nope", "there is no 'nope' in {here}, {configs}; there are {names}"),
+        ("sub/nope.yaml", "there is no 'sub/nope.yaml' in {here}/sub, {configs}; there are {names}"),
+        ("/none/nope.yaml", "there is no '/none/nope.yaml' in /none"),
+        ("", "expected a path or a name, got ''"),
+        (".", ". is a folder; give a YAML file"),
+        ("x" * 300, "there is no '" + "x" * 300 + "' in {here}, {configs}; there are {names}"),
+        ("a\0b", "there is no 'a\\x00b' in {here}, {configs}; there are {names}"),
+    ],
+)
+def test_a_config_that_is_not_there(tmp_path, monkeypatch, name, message):
+    monkeypatch.chdir(tmp_path)
+    expected = message.format(here=tmp_path, configs=CONFIGS, names=", ".join(NAMES))
+    assert refused("--config", name) == f"--config: {expected}"
 
 
 @pytest.mark.parametrize(
@@ -139,7 +158,51 @@ def test_case_configs(shared):
     assert "tab_indent.yaml, line 13: a tab" in refused("--config", str(folder / "tab_indent.yaml"))
     assert read_yaml(folder / "sci_float_1e-3.yaml")["optim"]["lr"] == 0.001
     assert read_yaml(folder / "utf8_bom.yaml")["seed"] == 0
-    assert read_yaml(folder / "unknown_top_key.yaml")["learning_rate"] == 0.5
+    unknown = refused("--config", str(folder / "unknown_top_key.yaml"))
+    assert unknown.startswith("unknown setting 'model.name'")
+    assert "; unknown too: " in unknown
+    assert unknown.endswith(", learning_rate")
+    assert read_yaml(folder / "on_off_boolean.yaml")["logger"]["wandb"] == "off"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_case_mutations(shared, name, tmp_path):
+    """What ``mutate.py`` makes of our own configs."""
+    script = runpy.run_path(str(shared / "cases" / "configs" / "mutate.py"))
+    spoiled, seen = tmp_path / "c.yaml", set()
+    for fault, text, expected in script["mutations"]((CONFIGS / name).read_text()):
+        if text is None:
+            assert fault == "on_off_boolean"  # none of our configs sets one; see the test of on and off
+            continue
+        seen.add(fault)
+        spoiled.write_text(text, encoding="utf-8", newline="")
+        options = ("--config", str(spoiled))
+        if fault == "duplicate_top_key":
+            first = text[: text.index("name:")].count("\n") + 1
+            assert refused(*options).endswith(f": key 'name' is repeated (first in line {first}); keep one")
+        elif fault == "tab_indent":
+            line = re.search(r"line (\d+)$", expected)[0]
+            assert refused(*options) == f"{spoiled}, {line}: a tab indents this line; use spaces"
+        elif fault == "unknown_top_key":
+            assert refused(*options) == "unknown setting 'zz_unknown_key'; --help lists all settings"
+        elif fault == "sci_float_1e-3":
+            section, leaf = expected.split()[0].split(".")
+            assert getattr(getattr(parse(options), section), leaf) == 0.001
+        else:
+            assert fault == "utf8_bom"
+            assert parse(options) == parse(["--config", name], [CONFIGS])
+    assert seen == {"duplicate_top_key", "tab_indent", "unknown_top_key", "sci_float_1e-3", "utf8_bom"}
+
+
+def test_a_setting_given_twice_under_two_names_is_refused(tmp_path):
+    (tmp_path / "c.yaml").write_text("model:\n  depth: 3\n  kwargs:\n    depth: 4\n")
+    assert refused("--config", str(tmp_path / "c.yaml")).startswith("model.depth is given twice")
+
+
+def test_every_unknown_setting_of_a_file_is_named_at_once(tmp_path):
+    (tmp_path / "c.yaml").write_text("optim:\n  lrr: 3\nseeed: 3\ndata:\n  roott: x\n")
+    message = "unknown setting 'optim.lrr'; did you mean optim.lr?; unknown too: seeed, data.roott"
+    assert refused("--config", str(tmp_path / "c.yaml")) == message
 
 
 def test_help_and_print_config_end_without_a_run(capsys):
@@ -155,4 +218,16 @@ def test_help_and_print_config_end_without_a_run(capsys):
 
 
 def test_defaults_are_those_of_the_sections():
+    assert parse([]).as_dict() == {**TrainConfig().as_dict(), "name": "digits"}
+
+
+def test_one_parse_leaves_nothing_for_the_next():
+    first = parse(
+        ["--data.scale", "[0.1, 0.2]", "--model.depth", "3", "--optim.betas", "[0.5, 0.5]", "--trainer.devices", "2"]
+    )
+    first.data.scale.append(9.0)
+    first.model.kwargs["x"] = 1
+    second = parse([])
+    second.data.scale.append(9.0)
+    second.trainer["x"] = 1
     assert parse([]).as_dict() == {**TrainConfig().as_dict(), "name": "digits"}

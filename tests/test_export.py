@@ -150,6 +150,14 @@ def test_from_the_hub_as_from_the_folder(run, tmp_path, monkeypatch):
     assert torch.equal(model(images(48, 32)), trained()(images(48, 32)))
 
 
+def test_the_card_says_when_the_accuracy_is_that_of_validation(run, tmp_path):
+    results = json.loads((run / "results.json").read_text())
+    (run / "results.json").write_text(json.dumps({**results, "tested_on": "val"}))
+    card = (export(run, tmp_path / "newts") / "README.md").read_text()
+    assert "- **Validation accuracy:** 0.8125 top-1, 1.0000 top-5\n" in card
+    assert "Test accuracy" not in card
+
+
 def test_the_card_has_the_measured_accuracy_and_its_snippet_runs(run, tmp_path, monkeypatch, capsys):
     folder = export(run, tmp_path / "newts", license="cc-by-4.0")
     card = (folder / "README.md").read_text()

@@ -37,6 +37,17 @@ def test_a_byte_order_mark_changes_nothing(tmp_path):
         (b"a: \xff\n", "is not UTF-8 text (byte 3); save it as UTF-8"),
         ("a: !!python/object:os.system x\n", "line 1: could not determine a constructor"),
         ("[" * 1000, "is nested too deeply"),
+        ("a: &x [1]\nb: *x\n", "line 1: &x: anchors and aliases are not read; write the value out, or quote the text"),
+        ("a: *x\n", "line 1: *x: anchors and aliases are not read"),
+        ("a: &x [*x]\n", "line 1: &x: anchors and aliases are not read"),
+        ("a: !!bool maybe\n", "'maybe'"),
+        ("a: !!int x\n", "invalid literal"),
+        ("a: !!timestamp 2026-01-01\n", "line 1: could not determine a constructor"),
+        ("a: !!binary aGk=\n", "line 1: could not determine a constructor"),
+        ("a: !!set {x}\n", "line 1: could not determine a constructor"),
+        ("a: \x07\n", "special characters are not allowed"),
+        ("a: 1\n---\nb: 2\n", "line 2: "),
+        ("a: " + "9" * 5000, "Exceeds the limit"),
     ],
 )
 def test_a_fault_is_one_line_with_file_and_line(tmp_path, text, message):

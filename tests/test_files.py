@@ -1,13 +1,15 @@
 """Class folders as trees and tar files."""
 
 import io
+import os
 import tarfile
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from vitrel.training.files import find_split, open_folder, open_tar
+from vitrel.training.files import find_damaged, find_split, open_folder, open_tar
 from vitrel.training.images import DataError
 
 
@@ -91,6 +93,49 @@ def test_what_cannot_be_read_is_named(tmp_path):
     cut.write_bytes(cut.read_bytes()[:700])
     with pytest.raises(DataError, match=r"cut\.tar"):
         _ = open_tar(cut)[0]
+
+
+def test_a_tar_that_was_cut_between_two_pictures_is_refused(tmp_path):
+    whole = tar(tmp_path / "a.tar", files={"a/1.png": png(1), "b/2.png": png(2)}, empty=()).read_bytes()
+    with tarfile.open(tmp_path / "a.tar") as t:
+        second = t.getmember("b/2.png").offset
+    for damaged in (whole[:second], whole[: second + 100], whole[:second] + b"x" * 512 + whole[second + 512 :]):
+        (tmp_path / "a.tar").write_bytes(damaged)
+        with pytest.raises(DataError, match=rf"a\.tar: .*\(damaged or cut short after {second} bytes; copy or pack"):
+            open_tar(tmp_path / "a.tar")
+
+
+def test_links_in_a_tar_are_refused_by_name(tmp_path):
+    for kind in (tarfile.LNKTYPE, tarfile.SYMTYPE):
+        tar(tmp_path / "a.tar", files={"a/1.png": png(1)}, empty=())
+        with tarfile.open(tmp_path / "a.tar", "a") as t:
+            info = tarfile.TarInfo("b/2.png")
+            info.type, info.linkname = kind, "a/1.png"
+            t.addfile(info)
+        with pytest.raises(DataError, match=r"a\.tar: b/2\.png is a link; pack the pictures themselves"):
+            open_tar(tmp_path / "a.tar")
+
+
+def test_only_files_are_pictures(tmp_path):
+    root = tree(tmp_path / "t", {"a/1.png": png(1), "a/folder.png/2.png": png(2)}, empty=())
+    os.mkfifo(root / "a" / "pipe.png")  # reading it would wait for ever
+    (root / "a" / "gone.png").symlink_to("nowhere.png")
+    files = open_folder(root)
+    assert files.names == ["a/1.png", "a/folder.png/2.png", "a/gone.png"]
+    with pytest.raises(DataError, match=r"a/gone\.png: No such file or directory"):
+        files[2]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_all_damaged_pictures_are_found(tmp_path, workers):
+    content = {"a/1.png": png(1), "a/2.png": png(2)[:40], "b/3.png": b"", "b/4.png": png(4)}
+    state = torch.random.get_rng_state()
+    faults = find_damaged(open_folder(tree(tmp_path / "t", content, empty=())), workers)
+    assert list(faults) == [1, 2]
+    assert (
+        faults[2] == f"{tmp_path}/t/b/3.png: cannot be read as an image (the file is empty); replace or remove the file"
+    )
+    assert torch.equal(torch.random.get_rng_state(), state)  # the draws of a run do not depend on it
 
 
 def test_a_split_is_a_folder_or_a_tar(tmp_path):

@@ -80,3 +80,30 @@ def test_case_images(shared):
     for name in ("truncated_half.jpg", "zero_byte.jpg", "huge_10000x10000_1bit.png"):
         with pytest.raises(DataError, match=name):
             read(name)
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [("RGBA", "PNG"), ("LA", "PNG"), ("P", "GIF"), ("CMYK", "JPEG"), ("L", "WEBP"), ("1", "TIFF"), ("RGB", "BMP")],
+)
+def test_every_mode_becomes_three_channels(mode, kind):
+    grey = Image.fromarray(np.full((6, 4), 60, np.uint8))
+    buffer = io.BytesIO()
+    grey.convert("RGB").convert(mode).save(buffer, kind)
+    read = decode(buffer.getvalue(), "x")
+    assert (read.shape, read.dtype) == ((6, 4, 3), np.uint8)
+    if mode not in ("1", "P"):  # whose colours are few
+        assert np.abs(read.astype(int) - 60).max() <= 3
+
+
+def test_no_other_reader_of_pillow_is_started():
+    """A PostScript file of whatever name would start Ghostscript."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(buffer, "EPS")
+    with pytest.raises(DataError, match=r"^a\.jpg: cannot be read as an image \(none of BMP GIF JPEG PNG"):
+        decode(buffer.getvalue(), "a.jpg")
+
+
+def test_a_message_is_one_line_whatever_the_name():
+    with pytest.raises(DataError, match=r"^a b\\x1b\.png: cannot be read as an image \(the file is empty\)"):
+        decode(b"", "a\nb\x1b.png")

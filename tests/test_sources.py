@@ -67,9 +67,83 @@ def test_val_is_taken_from_train_only_where_there_is_none(tmp_path, caplog):
 def test_val_serves_as_test_where_there_is_none_and_says_so(tmp_path, caplog):
     write_tree(tmp_path / "train", {"a": 3, "b": 3})
     write_tree(tmp_path / "val", {"b": 2})
-    test = folder(tmp_path).split("test")
-    assert test.labels.tolist() == [1, 1]
+    source = folder(tmp_path)
+    assert source.tested_on == "val"
+    assert source.split("test").labels.tolist() == [1, 1]
     assert "the test figures are those of val" in caplog.text
+    write_tree(tmp_path / "test", {"a": 1})
+    assert folder(tmp_path).tested_on == find_source(DataConfig()).tested_on == "test"
+
+
+def test_splits_are_checked_without_reading_a_picture(tmp_path):
+    write_tree(tmp_path / "train", {"a": 3, "b": 3})
+    write_tree(tmp_path / "test", {"a": 1})
+    for path in tmp_path.rglob("*.png"):
+        path.write_bytes(b"")
+    folder(tmp_path, val_size=2).check()
+    with pytest.raises(DataError, match=r"data\.val_size: 5\.0 of 6 training images cannot be held out"):
+        folder(tmp_path, val_size=5.0).check()
+    write_tree(tmp_path / "test", {"c": 1})
+    with pytest.raises(DataError, match="test has the class folder 'c', which the training images lack"):
+        folder(tmp_path, val_size=2).check()
+    for name in ("digits", "fake"):
+        find_source(DataConfig(name=name)).check()
+    with pytest.raises(DataError, match=r"data\.val_size: 1437"):
+        find_source(DataConfig(val_size=1437)).check()
+
+
+def test_damaged_pictures_are_skipped_on_request_named_and_counted(shared, caplog):
+    root = shared / "cases" / "folders" / "one_truncated"
+    source = folder(root, skip_damaged=True)
+    broken = f"{root}/train/bear/06_broken.jpg"
+    assert source.skipped == []
+    train = source.split("train")
+    assert len(train) == 12
+    assert all(train.pictures[i].shape == (32, 32, 3) for i in train.indices)
+    assert source.skipped == [broken]
+    (line,) = (r.getMessage() for r in caplog.records)
+    assert line.startswith(f"skipped {broken}: cannot be read as an image (image file is truncated")
+    source.check()
+    source.split("train")
+    assert source.skipped == [broken]  # looked for once
+    assert len(folder(root).split("train")) == 13
+
+
+def test_many_skipped_pictures_are_named_in_part_and_a_split_of_none_is_refused(tmp_path, caplog):
+    write_tree(tmp_path / "train", {"a": 30, "b": 4})
+    write_tree(tmp_path / "val", {"a": 2})
+    for i in range(25):
+        (tmp_path / "train" / "a" / f"{i}.png").write_bytes(b"")
+    source = folder(tmp_path, skip_damaged=True)
+    assert len(source.split("train")) == 9
+    assert len(source.skipped) == 25
+    assert len([r for r in caplog.records if "the file is empty" in r.getMessage()]) == 20
+    assert f"skipped 5 more pictures of {tmp_path}/train" in caplog.text
+    for path in (tmp_path / "val").rglob("*.png"):
+        path.write_bytes(b"")
+    with pytest.raises(DataError, match="val: none of the pictures of the val split can be read"):
+        folder(tmp_path, skip_damaged=True).check()
+
+
+def test_what_is_held_out_does_not_depend_on_damaged_pictures(tmp_path):
+    write_tree(tmp_path / "train", {"a": 10, "b": 10})
+    write_tree(tmp_path / "test", {"a": 1})
+    before = folder(tmp_path, val_size=6).split("val")
+    (tmp_path / "train" / before.pictures.names[before.indices[0]]).write_bytes(b"")
+    after = folder(tmp_path, val_size=6, skip_damaged=True).split("val")
+    assert after.indices.tolist() == before.indices.tolist()[1:]
+
+
+def test_decoded_pictures_are_skipped_too(tmp_path):
+    for split in ("train", "test"):
+        write_tree(tmp_path / split, {f"c{i}": 2 for i in range(10)})
+    (tmp_path / "train" / "c0" / "0.png").write_bytes(b"")
+    source = find_source(DataConfig(name="cifar10", root=str(tmp_path), val_size=10, skip_damaged=True))
+    splits = [source.split(name) for name in ("train", "val")]
+    assert sum(map(len, splits)) == 19
+    assert all(s.pictures[i].max() == i % 2 for s in splits for i in s.indices)
+    with pytest.raises(DataError, match=r"c0/0\.png: cannot be read as an image \(the file is empty\)"):
+        find_source(DataConfig(name="cifar10", root=str(tmp_path), val_size=10)).split("train")
 
 
 def test_case_folders(shared, caplog):
@@ -93,8 +167,16 @@ def test_case_folders(shared, caplog):
 
 def test_an_interrupted_archive_is_refused_with_its_path(shared):
     root = shared / "cases" / "cifar" / "interrupted_archive"
-    with pytest.raises(DataError, match=r"cifar-100-python\.tar\.gz is damaged .* delete it and copy"):
-        find_source(DataConfig(name="cifar100", root=str(root)))
+    for download in (False, True):
+        with pytest.raises(DataError, match=r"cifar-100-python\.tar\.gz is damaged .* delete it and copy"):
+            find_source(DataConfig(name="cifar100", root=str(root), download=download))
+
+
+def test_an_interrupted_unpacking_is_refused_with_its_path(tmp_path):
+    (tmp_path / "cifar-100-python").mkdir()
+    (tmp_path / "cifar-100-python" / "train").write_bytes(b"\x80")
+    with pytest.raises(DataError, match=r"cifar-100-python is incomplete or damaged .* delete it and unpack it again"):
+        find_source(DataConfig(name="cifar100", root=str(tmp_path))).check()
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "folder"])
@@ -131,7 +213,7 @@ def test_cifar_from_tars_of_class_folders_is_decoded_once(tmp_path, monkeypatch,
         cifar_tar(base / f"{split}.tar", classes)
     calls = []
     real = sources._decoded
-    monkeypatch.setattr(sources, "_decoded", lambda files: calls.append(files.root.name) or real(files))
+    monkeypatch.setattr(sources, "_decoded", lambda files, *rest: calls.append(files.root.name) or real(files, *rest))
     source = find_source(DataConfig(name="cifar10", root=str(tmp_path), val_size=10))
     splits = [source.split(name) for name in ("train", "val", "test")]
     assert calls == ["train.tar", "test.tar"]

@@ -1,5 +1,8 @@
 """Augmentation: what each recipe does, and that its draws differ where they should and repeat where they should."""
 
+import tracemalloc
+
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -131,3 +134,28 @@ def test_mixed_labels_are_the_parts_of_the_mixed_pictures(size, settings):
 
 def test_no_mix_without_an_alpha():
     assert mix_transform(DataConfig(), 3) is None
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (6, 4, 1), (6, 4, 2), (6, 4, 4), (0, 4, 3)])
+@pytest.mark.parametrize("augment", ["none", "crop_flip", "resized_crop"])
+def test_only_three_channels_are_taken(shape, augment):
+    """albumentations would normalise or jitter other numbers of channels in a way of its own."""
+    for transform in (eval_transform(INPUTS), train_transform(INPUTS, DataConfig(augment=augment))):
+        with pytest.raises(ValueError, match=r"picture: expected \(H, W, 3\) uint8, got \(\d, 4.* uint8"):
+            transform(np.zeros(shape, np.uint8))
+        with pytest.raises(ValueError, match=r"picture: expected \(H, W, 3\) uint8, got .* float32"):
+            transform(np.zeros((6, 4, 3), np.float32))
+
+
+def test_a_long_picture_is_cut_before_it_is_enlarged():
+    """1 x 200,000 pixels at 32 px would be 32 x 6,400,000; what remains is the same middle."""
+    row = np.random.default_rng(0).integers(0, 256, (1, 2000, 3), dtype=np.uint8)
+    out = eval_transform(INPUTS)(row)
+    whole = cv2.resize(row, (64_000, 32), interpolation=cv2.INTER_CUBIC)[:, 31_984:32_016]
+    assert torch.equal(out, torch.from_numpy(whole.transpose(2, 0, 1)))
+    long = np.pad(row, ((0, 0), (99_000, 99_000), (0, 0)))
+    tracemalloc.start()
+    assert torch.equal(eval_transform(INPUTS)(long), out)
+    assert torch.equal(eval_transform(INPUTS)(long.transpose(1, 0, 2)), out.transpose(1, 2))
+    assert tracemalloc.get_traced_memory()[1] < 10e6
+    tracemalloc.stop()

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import math
+import os
+import unicodedata
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from vitrel.training.fileio import ConfigError
+import pytorch_lightning as pl
+
+from vitrel.training.fileio import ConfigError, one_line
 from vitrel.training.model import check_model
 from vitrel.training.settings import TrainConfig
 
@@ -17,9 +25,18 @@ def check(config: TrainConfig) -> None:
     Raises:
         ConfigError: Naming the first setting that is out of range.
     """
+    for name, text in _texts(config, ""):
+        if not text.strip():
+            raise ConfigError(f"{name}: expected some text, got {text!r}; leave it out for the default")
+        if any(unicodedata.category(c) in ("Cc", "Cs") for c in text):
+            raise ConfigError(f"{name}: expected text without control characters, got {text!r}")
+        if max(len(part.encode()) for part in text.split("/")) > 255:
+            raise ConfigError(f"{name}: expected names of at most 255 bytes, got {text[:40]!r} and more")
     for name, good, expected, value in _ranges(config):
         if not good:
             raise ConfigError(f"{name}: expected {expected}, got {value}")
+    if not config.trainer.get("fast_dev_run"):  # which writes nothing
+        _check_runs(Path(config.runs))
     if (config.data.mean is None) != (config.data.std is None):
         raise ConfigError("data.mean and data.std go together; give both or neither")
     if config.data.download and config.data.name not in ("cifar10", "cifar100"):
@@ -33,27 +50,69 @@ def check(config: TrainConfig) -> None:
     if config.model.strip_rows is not None and config.model.compile:
         raise ConfigError("model.compile: not with model.strip_rows, which reads a model in strips; leave one out")
     check_model(config.model)
+    _check_trainer(config.trainer)
+
+
+def _check_trainer(arguments: dict[str, Any]) -> None:
+    """Lightning refuses values that do not fit each other, or this machine, when a trainer is made."""
+    bare = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    said = logging.getLogger("pytorch_lightning")
+    level = said.level
+    said.setLevel(logging.CRITICAL)  # the trainer of the run will say it
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pl.Trainer(**{**arguments, **dict.fromkeys(bare, False)})
+    except Exception as e:
+        raise ConfigError(f"trainer: {one_line(str(e) or repr(e))}") from None
+    finally:
+        said.setLevel(level)
+
+
+def _texts(section: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    """Every setting that is text, by its dotted name."""
+    for f in dataclasses.fields(section):
+        value = getattr(section, f.name)
+        if dataclasses.is_dataclass(value):
+            yield from _texts(value, f"{prefix}{f.name}.")
+        elif isinstance(value, str):
+            yield prefix + f.name, value
+
+
+def _check_runs(runs: Path) -> None:
+    """Run folders can be made below ``runs``."""
+    there = next(p for p in (runs, *runs.parents) if os.path.exists(p) or p == p.parent)
+    if not there.is_dir():
+        raise ConfigError(f"runs: {there} is a file; give a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"runs: the folder {there} cannot be written; give another one")
 
 
 def _ranges(config: TrainConfig) -> Iterator[tuple[str, bool, str, object]]:
     data, optim, model, trainer = config.data, config.optim, config.model, config.trainer
     whole, part = "an integer of at least 1", "a number from 0 to 1"
     name = config.name or ""
-    yield "name", bool(name.strip(". ")) and not set(name) & set('/\\:*?"<>|\0'), "a plain folder name", repr(name)
+    plain = bool(name.strip(". ")) and not set(name) & set('/\\:*?"<>|')
+    yield "name", plain, "a plain folder name", repr(name)
     yield "seed", 0 <= config.seed < 2**32, "an integer from 0 to 4294967295", config.seed
-    sides = model.img_size if isinstance(model.img_size, list) else [model.img_size or 1]
-    yield "model.img_size", len(sides) in (1, 2) and min(sides) >= 1, "a side or [rows, columns]", model.img_size
+    sides = model.img_size if isinstance(model.img_size, list) else [1 if model.img_size is None else model.img_size]
+    sizes = len(sides) in (1, 2) and min(sides) >= 1 and max(sides) <= 16384
+    yield "model.img_size", sizes, "a side or [rows, columns] of at most 16384 pixels", model.img_size
     yield "model.patch_size", model.patch_size is None or model.patch_size >= 1, whole, model.patch_size
+    for key, value in model.kwargs.items():
+        most = 1024 if key == "depth" else 65536  # a slip of the finger would fill the memory, or never end
+        yield f"model.{key}", not isinstance(value, int) or abs(value) <= most, f"at most {most}", value
     for key in ("drop_path_rate", "drop_rate"):
         rate = getattr(model, key) or 0.0
         yield f"model.{key}", 0 <= rate < 1, "a rate from 0 to below 1", rate
     yield "data.batch_size", data.batch_size >= 1, whole, data.batch_size
-    yield "data.num_workers", data.num_workers is None or data.num_workers >= 0, "0 or more, or null", data.num_workers
+    workers = data.num_workers
+    yield "data.num_workers", workers is None or 0 <= workers <= 512, "0 to 512, or null", workers
     size = data.val_size
     whole_size = math.isfinite(size) and float(size).is_integer()
     yield "data.val_size", 0 < size < 1 or (size >= 1 and whole_size), "a part below 1 or a count of images", size
     yield "data.split_seed", 0 <= data.split_seed < 2**32, "an integer from 0 to 4294967295", data.split_seed
-    yield "data.crop_padding", data.crop_padding >= 0, "0 or more", data.crop_padding
+    yield "data.crop_padding", 0 <= data.crop_padding <= 4096, "0 to 4096 pixels", data.crop_padding
     low_high = len(data.scale) == 2 and 0 < data.scale[0] <= data.scale[1] <= 1
     yield "data.scale", low_high, "[smallest, largest] with 0 < smallest <= largest <= 1", data.scale
     yield "data.hflip", 0 <= data.hflip <= 1, part, data.hflip
@@ -70,8 +129,8 @@ def _ranges(config: TrainConfig) -> Iterator[tuple[str, bool, str, object]]:
             good = min(values) > 0
         yield f"data.{key}", good, "three numbers, one per channel", values
     yield "data.crop_pct", data.crop_pct is None or 0 < data.crop_pct <= 1, "a part above 0, up to 1", data.crop_pct
-    yield "data.fake_images", data.fake_images >= 1, whole, data.fake_images
-    yield "data.fake_classes", data.fake_classes >= 2, "an integer of at least 2", data.fake_classes
+    yield "data.fake_images", 1 <= data.fake_images <= 10**6, "1 to 1000000", data.fake_images
+    yield "data.fake_classes", 2 <= data.fake_classes <= 10**6, "2 to 1000000", data.fake_classes
     yield "optim.lr", 0 < optim.lr < math.inf, "a positive number", optim.lr
     yield "optim.weight_decay", 0 <= optim.weight_decay < math.inf, "0 or more", optim.weight_decay
     betas = len(optim.betas) == 2 and all(0 <= b < 1 for b in optim.betas)

@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import os
 import re
 import typing
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,13 +33,20 @@ def find_config(name: str, folders: Sequence[Path] = ()) -> Path:
     Raises:
         ConfigError: With the places looked at and the names that are there.
     """
-    candidates = [Path(name), *(folder / n for folder in folders for n in (name, f"{name}.yaml"))]
-    for path in candidates:
-        if path.is_file():
+    if not name.strip():
+        raise ConfigError(f"--config: expected a path or a name, got {name!r}")
+    given = Path(name).expanduser()
+    names = [name] if given.suffix in (".yaml", ".yml") else [name, f"{name}.yaml"]
+    places = [] if given.is_absolute() else list(folders)
+    for path in (given, *(folder / n for folder in places for n in names)):
+        if os.path.isfile(path):
             return path
-    there = sorted(p.name for folder in folders for p in folder.glob("*.yaml"))
-    hint = f" (available: {', '.join(there)})" if there else ""
-    raise ConfigError(f"no config {name!r}: looked for {', '.join(map(str, candidates))}{hint}")
+    if os.path.isdir(given):
+        raise ConfigError(f"--config: {name} is a folder; give a YAML file")
+    there = sorted(p.name for folder in places for p in folder.glob("*.yaml"))
+    looked = ", ".join(str(folder) for folder in (given.absolute().parent, *places))
+    hint = suggest(given.stem, [Path(n).stem for n in there]) or (f"; there are {', '.join(there)}" if there else "")
+    raise ConfigError(f"--config: there is no {name!r} in {looked}{hint}")
 
 
 def parse(argv: Sequence[str], folders: Sequence[Path] = (), default: str | None = None) -> TrainConfig:
@@ -59,8 +67,8 @@ def parse(argv: Sequence[str], folders: Sequence[Path] = (), default: str | None
     try:
         given, rest = pre.parse_known_args(list(argv))
     except argparse.ArgumentError as e:
-        raise ConfigError(f"--config: {e.message}") from None
-    tree = read_yaml(find_config(given.config, folders)) if given.config else {}
+        raise ConfigError(f"{e.argument_name}: {e.message}") from None
+    tree = {} if given.config is None else read_yaml(find_config(given.config, folders))
     config = _parse(tree, rest)
     if given.print_config:
         print(dump(config), end="")
@@ -90,19 +98,24 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 def _parse(tree: dict[str, Any], options: list[str]) -> TrainConfig:
     tree, options = _model_kwargs(tree, options)
+    unknown = list(_unknown_names(TrainConfig, tree, ""))
+    if unknown:
+        more = f"; unknown too: {', '.join(unknown[1:])}" if unknown[1:] else ""
+        raise ConfigError(_unknown(unknown[0]) + more)
     _check_tree(TrainConfig, tree, "")
     _check_options(options)
     tree = _with_checkpoint(tree, options)
     defaults = TrainConfig().trainer
     tree = {**tree, "trainer": {**defaults, **tree.get("trainer", {})}}
-    parser = _parser(options)
+    parser = _parser(with_help=bool({"-h", "--help"} & set(options)))
     try:
         space = parser.instantiate(parser.parse_args(options, namespace=parser.parse_object(tree)))
         config = TrainConfig(**{f.name: space[f.name] for f in dataclasses.fields(TrainConfig)})
     except ArgumentError as e:
         raise ConfigError(_translate(str(e))) from None
     config.trainer = _check_trainer(config.trainer)
-    config.name = config.name or config.data.name
+    if config.name is None:
+        config.name = config.data.name
     return config
 
 
@@ -122,14 +135,16 @@ def _with_checkpoint(tree: dict[str, Any], options: list[str]) -> dict[str, Any]
         stored = stored_settings(given)
         kept = {k: v for k, v in model.items() if not stored or k not in ("arch", "rel_pos", "patch_size", "kwargs")}
         return {**tree, "model": {**stored, **kept}}
-    if model.get("checkpoint") and "arch" not in model:  # a resolved config has it, and may have lost the folder
+    # A resolved config has an arch, and may have lost the folder.
+    if isinstance(model.get("checkpoint"), str) and "arch" not in model:
         return {**tree, "model": {**stored_settings(model["checkpoint"]), **model}}
     return tree
 
 
-def _parser(options: list[str]) -> ArgumentParser:
+@functools.cache
+def _parser(with_help: bool) -> ArgumentParser:
     epilog = None
-    if {"-h", "--help"} & set(options):
+    if with_help:
         epilog = f"--trainer.NAME takes {', '.join(sorted(_trainer_arguments() - set(_SET_BY_RUN)))}."
     parser = ArgumentParser(
         exit_on_error=False,
@@ -156,6 +171,9 @@ def _model_kwargs(tree: dict[str, Any], options: list[str]) -> tuple[dict[str, A
         moved = {k: v for k, v in model.items() if k not in own and k in _timm_arguments()}
         if moved and isinstance(model.get("kwargs", {}), dict):
             kept = {k: v for k, v in model.items() if k not in moved}
+            for k in moved:
+                if k in model.get("kwargs", {}):
+                    raise ConfigError(f"model.{k} is given twice, also as model.kwargs.{k}; keep one")
             tree = {**tree, "model": {**kept, "kwargs": {**model.get("kwargs", {}), **moved}}}
     result = []
     for option in options:
@@ -186,12 +204,19 @@ def _names(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _names(hints[f.name], f"{prefix}{f.name}.")
 
 
+def _unknown_names(cls: type, tree: dict[str, Any], prefix: str) -> Iterator[str]:
+    hints = typing.get_type_hints(cls)
+    for key, value in tree.items():
+        if key not in hints:
+            yield prefix + key
+        elif dataclasses.is_dataclass(hints[key]) and isinstance(value, dict):
+            yield from _unknown_names(typing.cast(type, hints[key]), value, f"{prefix}{key}.")
+
+
 def _check_tree(cls: type, tree: dict[str, Any], prefix: str) -> None:
     hints = typing.get_type_hints(cls)
     for key, value in tree.items():
         name = prefix + key
-        if key not in hints:
-            raise ConfigError(_unknown(name))
         if dataclasses.is_dataclass(hints[key]):
             if not isinstance(value, dict):
                 raise ConfigError(f"{name}: expected a section with settings below it, got {value!r}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from pytorch_lightning.overrides.distributed import UnrepeatedDistributedSampler
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from vitrel.training.images import DataError
 from vitrel.training.settings import DataConfig
 from vitrel.training.sources import Source, Split, SplitName, find_source
 from vitrel.training.stack import StackedPictures, cell
@@ -63,6 +66,10 @@ class PictureDataModule(pl.LightningDataModule):
 
     def prepare_data(self) -> None:
         self.source.prepare()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The classes, for a checkpoint: what its outputs stand for."""
+        return {"classes": list(self.classes)}
 
     def setup(self, stage: str) -> None:
         needed: dict[str, list[SplitName]] = {"fit": ["train", "val"], "validate": ["val"], "test": ["test"]}
@@ -131,3 +138,27 @@ def normalize(pictures: Tensor, inputs: InputConfig) -> Tensor:
     mean = torch.tensor(inputs.mean, device=pictures.device).view(1, 3, 1, 1)
     std = torch.tensor(inputs.std, device=pictures.device).view(1, 3, 1, 1)
     return pictures.float().div_(255).sub_(mean).div_(std)
+
+
+def check_classes(where: str | Path, checkpoint: Mapping[str, Any], classes: Sequence[str]) -> None:
+    """Refuses data whose classes are not those of a checkpoint, in its order.
+
+    Args:
+        where: What an error calls the checkpoint.
+        checkpoint: What is in it.
+        classes: The classes of the data.
+
+    Raises:
+        DataError: Naming the first class that differs.
+    """
+    trained = checkpoint.get(PictureDataModule.__qualname__, {}).get("classes", classes)
+    if len(trained) != len(classes):
+        raise DataError(
+            f"{where} was trained on {len(trained)} classes, the data have {len(classes)}; give its own data"
+        )
+    for label, (then, now) in enumerate(zip(trained, classes, strict=True)):
+        if then != now:
+            raise DataError(
+                f"{where} was trained with {then!r} as class {label}, in the data it is {now!r}; give its own data, or"
+                " name the class folders as they were"
+            )

@@ -108,6 +108,7 @@ def _card(
     _, rows, columns = get_model_input_config(model)["input_size"]
     rel_pos = config.get("model_args", {}).get("rel_pos")
     terms = "+".join(vitrel.RelPos.of(rel_pos).terms) or "none" if rel_pos else None
+    accuracy = "Validation accuracy" if results.get("tested_on") == "val" else "Test accuracy"
     details = {
         "Architecture": config["architecture"],
         "Relative position": terms and f"{terms}, {rel_pos['table']} tables",
@@ -115,7 +116,7 @@ def _card(
         "Image size": f"{rows} x {columns}",
         "Classes": config["num_classes"],
         "Trained on": f"{results['data']}, {results['epochs']} epochs",
-        "Test accuracy": f"{results['test/acc']:.4f} top-1, {results['test/acc5']:.4f} top-5",
+        accuracy: f"{results['test/acc']:.4f} top-1, {results['test/acc5']:.4f} top-5",
         "Versions": ", ".join(f"{name} {version}" for name, version in results.get("versions", {}).items()),
         "ONNX": f"`{ONNX_FILE}`: `images` (batch, 3, {rows}, {columns}) to `logits`" if onnx else None,
     }

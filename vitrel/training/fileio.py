@@ -18,12 +18,16 @@ import yaml
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used; the message is one line for the user."""
+    """A setting that cannot be used; the message is one line for the user, whatever the values that it quotes."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 def one_line(text: str) -> str:
-    """The text without line breaks."""
-    return " ".join(str(text).split())
+    """The text without line breaks; characters that cannot be shown are written as in Python."""
+    words = " ".join(str(text).split())
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in words)
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -68,6 +72,20 @@ class _Loader(yaml.SafeLoader):
     """YAML with the scalars of YAML 1.2 and without repeated keys."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}
+    # Without dates, bytes, sets and the like, which no setting takes and no checkpoint may hold.
+    yaml_constructors: ClassVar[dict[Any, Any]] = {
+        tag: make
+        for tag, make in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.rsplit(":", 1)[-1] in ("null", "bool", "int", "float", "str", "seq", "map")
+    }
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event = self.peek_event()
+        if getattr(event, "anchor", None) is not None:  # of an alias too
+            sign = "*" if isinstance(event, yaml.AliasEvent) else "&"
+            problem = f"{sign}{event.anchor}: anchors and aliases are not read; write the value out, or quote the text"
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, yaml.Mark] = {}
@@ -109,7 +127,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not UTF-8 text (byte {e.start}); save it as UTF-8") from None
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply") from None
-    except (yaml.YAMLError, ValueError) as e:
+    except (yaml.YAMLError, ValueError, LookupError) as e:  # "!!bool maybe" is a LookupError
         mark = getattr(e, "problem_mark", None)
         where = f"{path}, line {mark.line + 1}" if mark else f"{path}"
         problem = getattr(e, "problem", None) or str(e)

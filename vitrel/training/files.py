@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset
 
 from vitrel.training.images import SUFFIXES, DataError, decode
 
@@ -81,7 +83,7 @@ def open_folder(root: Path) -> ImageFiles:
     classes = sorted(p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
     names, folders = [], []
     for name in classes:
-        found = [p.relative_to(root) for p in sorted((root / name).rglob("*")) if p.suffix.lower() in SUFFIXES]
+        found = [p.relative_to(root) for p in sorted((root / name).rglob("*")) if _is_picture(p)]
         found = [p for p in found if not any(part.startswith(".") for part in p.parts)]
         names += [p.as_posix() for p in found]
         folders += [name] * len(found)
@@ -95,12 +97,20 @@ def open_tar(path: Path) -> ImageFiles:
         DataError: If it is no plain tar file or holds no class folders with pictures.
     """
     try:
-        with tarfile.open(path, "r:") as tar:
-            entries = [(_parts(m.name), m.isdir(), m.offset_data, m.size) for m in tar if m.isreg() or m.isdir()]
+        with tarfile.open(path, "r:") as tar, open(path, "rb") as raw:
+            members = [(_parts(m.name), m) for m in tar]
+            raw.seek(tar.offset)
+            # The listing just ends where a header is damaged, or where the file was cut between two members.
+            if raw.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise tarfile.ReadError(f"damaged or cut short after {tar.offset} bytes; copy or pack it again")
     except (tarfile.TarError, OSError, EOFError) as e:
         raise DataError(f"{path}: not a readable, uncompressed tar file ({e})") from None
-    entries = [e for e in entries if not any(part.startswith(".") for part in e[0])]
-    pictures = [e for e in entries if not e[1] and PurePosixPath(e[0][-1]).suffix.lower() in SUFFIXES]
+    members = [(parts, m) for parts, m in members if not any(part.startswith(".") for part in parts)]
+    for parts, m in members:
+        if (m.issym() or m.islnk()) and _is_named_picture(parts[-1]):
+            raise DataError(f"{path}: {m.name} is a link; pack the pictures themselves (tar --hard-dereference -h)")
+    entries = [(parts, m.isdir(), m.offset_data, m.size) for parts, m in members if m.isreg() or m.isdir()]
+    pictures = [e for e in entries if not e[1] and _is_named_picture(e[0][-1])]
     depth = min((len(e[0]) for e in pictures), default=0)
     top = 1 if depth > 2 and len({e[0][0] for e in pictures}) == 1 else 0
     pictures = sorted(e for e in pictures if len(e[0]) > top + 1)
@@ -109,6 +119,35 @@ def open_tar(path: Path) -> ImageFiles:
     spans = np.array([(e[2], e[3]) for e in pictures], dtype=np.int64).reshape(-1, 2)
     names = ["/".join(e[0]) for e in pictures]
     return _checked(ImageFiles(path, names, spans, folders, sorted(empty | set(folders))))
+
+
+def find_damaged(files: ImageFiles, workers: int = 0) -> dict[int, str]:
+    """What is wrong with each picture that cannot be read, by its index; every picture is read.
+
+    Args:
+        files: The pictures.
+        workers: Processes that read; 0 reads in this one.
+    """
+    # With a generator of its own the loader draws nothing from the one of the run.
+    faults = DataLoader(_Faults(files), batch_size=None, num_workers=workers, generator=torch.Generator())
+    return {i: fault for i, fault in enumerate(faults) if fault}
+
+
+class _Faults(Dataset[str]):
+    """What is wrong with each picture, or an empty text."""
+
+    def __init__(self, files: ImageFiles) -> None:
+        self.files = files
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> str:
+        try:
+            self.files[index]
+        except DataError as e:
+            return str(e)
+        return ""
 
 
 def find_split(base: Path, aliases: Sequence[str]) -> Path | None:
@@ -123,6 +162,15 @@ def find_split(base: Path, aliases: Sequence[str]) -> Path | None:
 def open_split(path: Path) -> ImageFiles:
     """:func:`open_folder` or :func:`open_tar`."""
     return open_tar(path) if path.is_file() else open_folder(path)
+
+
+def _is_picture(path: Path) -> bool:
+    # A broken link is listed, and named when it is read; a pipe or a folder of such a name is no picture.
+    return _is_named_picture(path.name) and (path.is_file() or path.is_symlink()) and not path.is_dir()
+
+
+def _is_named_picture(name: str) -> bool:
+    return PurePosixPath(name).suffix.lower() in SUFFIXES
 
 
 def _parts(name: str) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,16 @@ from torch import nn
 
 import vitrel
 from vitrel.tables import LearnedTable
-from vitrel.training.checkpoint import check_agreement, stored_config, weights_file
+from vitrel.training.checkpoint import check_agreement, check_function, stored_config, weights_file
 from vitrel.training.config import suggest
 from vitrel.training.fileio import ConfigError, one_line, whole_folder
 from vitrel.training.settings import ModelConfig
+
+# Settings of their own, and what create_model would take for itself; patch_size may be a pair there.
+_NOT_KWARGS = {f.name for f in dataclasses.fields(ModelConfig)} - {"patch_size"} | {
+    "num_classes", "in_chans", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "scriptable",
+    "exportable", "no_jit", "features_only", "out_indices",
+}  # fmt: skip
 
 
 def build_model(config: ModelConfig, num_classes: int) -> nn.Module:
@@ -36,7 +43,7 @@ def build_model(config: ModelConfig, num_classes: int) -> nn.Module:
     }
     arguments = {k: v for k, v in arguments.items() if v is not None}
     for name in config.kwargs:
-        if name in arguments or name in ("num_classes", "in_chans", "pretrained"):
+        if name in arguments or name in _NOT_KWARGS:
             raise ConfigError(f"model.kwargs.{name}: set by the run or by model.{name}; remove it here")
     start: dict[str, Any] = {"pretrained": config.pretrained}
     if config.checkpoint:
@@ -51,6 +58,7 @@ def build_model(config: ModelConfig, num_classes: int) -> nn.Module:
     _check_tiling(model, config)
     if config.checkpoint:
         _check_loaded(model, config)
+        check_function(config.checkpoint, model)
     if config.strip_rows is None:
         return model
     try:
@@ -74,7 +82,9 @@ def check_model(config: ModelConfig) -> None:
     if config.checkpoint:
         _check_start(config)
     with torch.device("meta"):
-        build_model(ModelConfig(**{**vars(config), "pretrained": False, "checkpoint": None}), num_classes=2)
+        model = build_model(ModelConfig(**{**vars(config), "pretrained": False, "checkpoint": None}), num_classes=2)
+    if config.checkpoint:
+        check_function(config.checkpoint, model)
 
 
 def save_model_folder(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import platform
@@ -28,13 +29,13 @@ from vitrel.training.callbacks import build_callbacks, duration, run_folder, sav
 from vitrel.training.checkpoint import stored_config
 from vitrel.training.checks import check
 from vitrel.training.config import from_dict, parse
-from vitrel.training.data import PictureDataModule
+from vitrel.training.data import PictureDataModule, check_classes
 from vitrel.training.fileio import ConfigError, read_yaml, write_whole
 from vitrel.training.images import DataError
 from vitrel.training.loggers import build_loggers, finish_wandb
 from vitrel.training.model import build_model, save_model_folder, timm_model
 from vitrel.training.settings import TrainConfig
-from vitrel.training.sources import find_source
+from vitrel.training.sources import Source, find_source
 from vitrel.training.task import ClassificationTask
 from vitrel.training.transforms import InputConfig
 
@@ -56,6 +57,8 @@ def run(config: TrainConfig) -> dict[str, Any]:
     check(config)
     resume = _find_checkpoint(config)
     source = find_source(config.data)
+    _check_data(source, resume)
+    config = dataclasses.replace(config, ckpt_path=None)  # what is written down can be run again
     pl.seed_everything(config.seed, workers=True, verbose=False)
     # Counts the tables as trained at this size: the check before training would warn of those that have grown.
     net = build_model(config.model, len(source.classes)).train()
@@ -77,7 +80,11 @@ def run(config: TrainConfig) -> dict[str, Any]:
         if trainer.strategy.launcher is not None and trainer.strategy.launcher.is_interactive_compatible:
             trainer.loggers = []  # forked processes have taken the loggers with them; the test would start others
         metrics = trainer.test(task, datamodule=data, ckpt_path=best, verbose=False)[0]
-        results = _results(config, trainer, net, metrics, seconds, best) | {"folder": str(folder) if folder else None}
+        results = _results(config, trainer, net, metrics, seconds, best) | {
+            "tested_on": source.tested_on,
+            "skipped_files": len(source.skipped),
+            "folder": str(folder) if folder else None,
+        }
         if folder and trainer.is_global_zero:
             save_model_folder(task.net, folder / "model", data.classes, inputs.as_data_config())
             write_whole(folder / "results.json", json.dumps(results, indent=2) + "\n")
@@ -85,6 +92,15 @@ def run(config: TrainConfig) -> dict[str, Any]:
     finally:
         finish_wandb()
     return results
+
+
+@rank_zero_only
+def _check_data(source: Source, resume: str | None) -> None:
+    """Finds what is wrong with the data before a run folder is made; other processes wait before they open them."""
+    source.prepare()
+    source.check()
+    if resume:
+        check_classes(resume, read_checkpoint(Path(resume)), source.classes)
 
 
 def evaluate(path: str | Path, **overrides: Any) -> dict[str, float]:
@@ -109,12 +125,15 @@ def evaluate(path: str | Path, **overrides: Any) -> dict[str, float]:
     found = found or [folder / "checkpoints" / "last.ckpt"]
     if not found[-1].is_file():
         raise ConfigError(f"{folder} holds no checkpoint")
-    read_checkpoint(found[-1])
+    checkpoint = read_checkpoint(found[-1])
     config = from_dict(read_yaml(folder / "config.yaml"))
     vars(config.data).update(overrides)
     source = find_source(config.data)
     task = ClassificationTask.load_from_checkpoint(found[-1], map_location="cpu")
     data = PictureDataModule(config.data, InputConfig.of(timm_model(task.net), config.data), source)
+    data.prepare_data()
+    data.setup("test")
+    check_classes(found[-1], checkpoint, data.classes)
     given = {k: v for k, v in config.trainer.items() if k in ("accelerator", "precision", "limit_test_batches")}
     trainer = pl.Trainer(
         logger=False, enable_checkpointing=False, enable_model_summary=False,
@@ -274,7 +293,10 @@ def _announce(config: TrainConfig, trainer: pl.Trainer, net: torch.nn.Module, in
     if config.model.checkpoint:
         stored = stored_config(config.model.checkpoint)
         new = stored is not None and stored["num_classes"] != getattr(net, "num_classes", None)
-        print(f"weights from {config.model.checkpoint}" + ("; a new classifier" if new else ""), flush=True)
+        notes = "; a new classifier" if new else ""
+        if stored is None:
+            notes = "; there is no config.json beside them, so that their heads and rel_pos are taken on trust"
+        print(f"weights from {config.model.checkpoint}{notes}", flush=True)
 
 
 @rank_zero_only
@@ -283,7 +305,10 @@ def _report(trainer: pl.Trainer, results: dict[str, Any]) -> None:
         if isinstance(logger, WandbLogger) and getattr(logger.experiment, "offline", False):
             print(f"W&B kept this run offline; to send it: wandb sync {Path(logger.experiment.dir).parent}")
     folder = results["folder"]
-    accuracy = f"test accuracy {results['test/acc']:.4f} (top-5 {results['test/acc5']:.4f})"
+    split = "test" if results["tested_on"] == "test" else "validation"
+    accuracy = f"{split} accuracy {results['test/acc']:.4f} (top-5 {results['test/acc5']:.4f})"
+    if results["skipped_files"]:
+        print(f"damaged pictures left out: {results['skipped_files']}")
     print(f"{accuracy} after {results['epochs']} epochs, {duration(results['seconds'])}")
     if folder:
         print(f"run folder {folder}")

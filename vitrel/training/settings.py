@@ -55,6 +55,8 @@ class DataConfig:
         batch_size: Images per step and device.
         num_workers: Loader processes per device; 0 loads in the training process; null: 0 on CPU, else up to 8.
         val_size: Training images held out for validation where there is no val split: a fraction or a count.
+        skip_damaged: Leave out pictures that cannot be read, named and counted, instead of stopping at the first; every
+            picture is read once more at the start.
         split_seed: Seed of that split; it does not follow seed, so that runs of several seeds share their split.
         augment: Recipe of the training images.
         crop_padding: Border in pixels of the input, filled with black, before a random crop ("shift", "crop_flip").
@@ -78,6 +80,7 @@ class DataConfig:
     batch_size: int = 128
     num_workers: int | None = None
     val_size: float = 0.1
+    skip_damaged: bool = False
     split_seed: int = 0
     augment: Literal["none", "shift", "crop_flip", "resized_crop"] = "none"
     crop_padding: int = 4

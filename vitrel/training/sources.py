@@ -6,28 +6,36 @@ To add a data set: a subclass of :class:`Source` and its line in :func:`find_sou
 from __future__ import annotations
 
 import logging
+import tarfile
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from pytorch_lightning.utilities import rank_zero_only
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.datasets.utils import calculate_md5
 
-from vitrel.training.files import ImageFiles, find_split, open_split
+from vitrel.training.files import ImageFiles, find_damaged, find_split, open_split
 from vitrel.training.images import DataError
 from vitrel.training.settings import DataConfig
 
 _logger = logging.getLogger(__name__)
+SHOWN = 20
+"""How many skipped pictures are named."""
 SplitName = Literal["train", "val", "test"]
 _CIFAR = {"cifar10": CIFAR10, "cifar100": CIFAR100}
 _CLASSES = {"cifar10": 10, "cifar100": 100}
-_ALIASES = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
+_ALIASES: dict[SplitName, tuple[str, ...]] = {
+    "train": ("train",),
+    "val": ("val", "valid", "validation"),
+    "test": ("test",),
+}
 
 
 class Pictures(Protocol):
@@ -60,12 +68,25 @@ class Source(ABC):
 
     Attributes:
         classes: Class names in the order of the labels.
+        tested_on: The split that :meth:`split` gives for ``test``: ``val`` where there is no test split.
+        skipped: Damaged pictures of the splits opened so far that are left out, by path.
     """
 
     classes: list[str]
+    tested_on: SplitName = "test"
+    skipped: Sequence[str] = ()
 
     def prepare(self) -> None:  # noqa: B027 (most sources have nothing to prepare)
         """Downloads or unpacks what is missing; called by one process."""
+
+    def check(self) -> None:
+        """Makes every split once, without reading pictures, unless damaged ones have to be found; after ``prepare``.
+
+        Raises:
+            DataError: As :meth:`split`.
+        """
+        for name in _ALIASES:
+            self.split(name)
 
     @abstractmethod
     def split(self, name: SplitName) -> Split:
@@ -167,41 +188,68 @@ class ClassFolders(Source):
         self.data = data
         found = {name: find_split(base, aliases) for name, aliases in _ALIASES.items()}
         self.paths = {name: path for name, path in found.items() if path}
+        self.tested_on = "test" if "test" in self.paths else "val"
+        self.skipped: list[str] = []
+        self._told = False
+        self._opened: dict[Path, ImageFiles] = {}
+        self._sound: dict[Path, NDArray[np.bool_]] = {}
         self._arrays: dict[Path, NDArray[np.uint8]] = {}
+        train = self._open(self.paths["train"])
+        self.classes = train.classes
         expected = _CLASSES.get(data.name)
         if expected and len(self.classes) != expected:
-            found_classes = len(self.classes)
-            raise DataError(f"{self.paths['train']} holds {found_classes} class folders; {data.name} has {expected}")
+            raise DataError(f"{train.root} holds {len(self.classes)} class folders; {data.name} has {expected}")
         if len(self.classes) < 2:
-            raise DataError(f"{self.paths['train']} holds one class folder only, {self.classes[0]!r}; two are needed")
-
-    @cached_property
-    def _train(self) -> ImageFiles:
-        return open_split(self.paths["train"])
-
-    @cached_property
-    def classes(self) -> list[str]:  # type: ignore[override]
-        empty = sorted(set(self._train.classes) - set(self._train.folders))
+            raise DataError(f"{train.root} holds one class folder only, {self.classes[0]!r}; two are needed")
+        empty = sorted(set(train.classes) - set(train.folders))
         if empty:
-            _logger.warning("%s: no pictures in %s; the class is kept", self._train.root, ", ".join(empty))
-        return self._train.classes
+            _warn(f"{train.root}: no pictures in {', '.join(empty)}; the class is kept")
+
+    def check(self) -> None:
+        for name in _ALIASES:
+            self._indices(name)
 
     def split(self, name: SplitName) -> Split:
-        if name == "test" and "test" not in self.paths:
-            _logger.warning("no test split beside %s: the test figures are those of val", self.paths["train"])
-            name = "val"
-        path = self.paths["train"] if name == "val" and "val" not in self.paths else self.paths[name]
-        files = self._train if path == self.paths["train"] else open_split(path)
+        files, labels, indices = self._indices(name)
+        if self.data.name == "folder":
+            return Split(files, labels, indices)
+        if files.root not in self._arrays:
+            self._arrays[files.root] = _decoded(files, self._sound.get(files.root))
+        return Split(self._arrays[files.root], labels, indices)
+
+    def _open(self, path: Path) -> ImageFiles:
+        if path not in self._opened:
+            self._opened[path] = open_split(path)
+        return self._opened[path]
+
+    def _indices(self, name: SplitName) -> tuple[ImageFiles, NDArray[np.int64], NDArray[np.int64]]:
+        """The files of a split, the labels of all of them, and which of them belong to it."""
+        if name == "test" and self.tested_on == "val":
+            if not self._told:
+                _warn(f"no test split beside {self.paths['train']}: the test figures are those of val")
+            name, self._told = "val", True
+        files = self._open(self.paths.get(name, self.paths["train"]))
         labels = files.labels(self.classes)
         indices = np.arange(len(labels))
         if "val" not in self.paths and name in ("train", "val"):
             kept, val = hold_out(labels, self.data.val_size, self.data.split_seed)
             indices = kept if name == "train" else val
-        if self.data.name == "folder":
-            return Split(files, labels, indices)
-        if path not in self._arrays:
-            self._arrays[path] = _decoded(files)
-        return Split(self._arrays[path], labels, indices)
+        if self.data.skip_damaged:  # after the split, which does not change when a file is mended
+            indices = indices[self._readable(files)[indices]]
+            if not len(indices):
+                raise DataError(f"{files.root}: none of the pictures of the {name} split can be read")
+        return files, labels, indices
+
+    def _readable(self, files: ImageFiles) -> NDArray[np.bool_]:
+        if files.root not in self._sound:
+            faults = find_damaged(files, self.data.num_workers or 0)
+            self._sound[files.root] = np.array([i not in faults for i in range(len(files))], dtype=bool)
+            self.skipped += [f"{files.root}/{files.names[i]}" for i in faults]
+            for fault in list(faults.values())[:SHOWN]:
+                _warn(f"skipped {fault}")
+            if len(faults) > SHOWN:
+                _warn(f"skipped {len(faults) - SHOWN} more pictures of {files.root}")
+        return self._sound[files.root]
 
 
 class Cifar(Source):
@@ -224,8 +272,13 @@ class Cifar(Source):
             return
         try:
             self.kind(str(self.base), download=True)  # unpacks the archive, which it fetches if it is not there
-        except (OSError, RuntimeError) as e:
+        except (OSError, RuntimeError, EOFError, tarfile.TarError) as e:
             raise DataError(f"cannot download or unpack {self.data.name} into {self.base}: {e}") from None
+
+    def check(self) -> None:
+        self.split("test")  # torchvision verifies the training files too
+        per_class = 50_000 // len(self.classes)
+        hold_out(np.repeat(np.arange(len(self.classes)), per_class), self.data.val_size, self.data.split_seed)
 
     def split(self, name: SplitName) -> Split:
         try:
@@ -242,16 +295,23 @@ class Cifar(Source):
         return Split(full.data, labels, indices)
 
 
-def _decoded(files: ImageFiles) -> NDArray[np.uint8]:
-    first = files[0]
-    result = np.empty((len(files), *first.shape), dtype=np.uint8)
-    for i in range(len(files)):
+def _decoded(files: ImageFiles, sound: NDArray[np.bool_] | None = None) -> NDArray[np.uint8]:
+    """All pictures in one array; those that are not ``sound`` stay black, and belong to no split."""
+    wanted = np.arange(len(files)) if sound is None else np.flatnonzero(sound)
+    first = files[int(wanted[0])]
+    result = np.zeros((len(files), *first.shape), dtype=np.uint8)
+    for i in wanted.tolist():
         picture = files[i]
         if picture.shape != first.shape:
             raise DataError(f"{files.root}/{files.names[i]} has {picture.shape[:2]} pixels, others {first.shape[:2]};"
                             " use --data.name folder for pictures of several sizes")  # fmt: skip
         result[i] = picture
     return result
+
+
+@rank_zero_only
+def _warn(text: str) -> None:
+    _logger.warning(text)
 
 
 def _not_found(data: DataConfig, root: Path) -> str:
