@@ -22,8 +22,8 @@ def refused(*options):
     return str(e.value)
 
 
-def test_there_are_the_four_configs():
-    assert NAMES == ["cifar10.yaml", "cifar100.yaml", "digits.yaml", "folder.yaml"]
+def test_there_are_the_configs():
+    assert NAMES == ["cifar10.yaml", "cifar100.yaml", "digits.yaml", "folder.yaml", "strips.yaml"]
 
 
 @pytest.mark.parametrize("name", NAMES)
