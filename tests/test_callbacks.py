@@ -14,9 +14,10 @@ import torch
 from PIL import Image
 
 import vitrel
-from vitrel.training import callbacks
-from vitrel.training.callbacks import EpochSeed, WeightEMA, duration, render
+from vitrel.training import pictures as pictures_room
+from vitrel.training.callbacks import EpochSeed, WeightEMA, duration
 from vitrel.training.config import parse
+from vitrel.training.pictures import render
 from vitrel.training.run import run
 
 
@@ -87,9 +88,9 @@ def test_every_epoch_and_rank_has_its_own_seed():
 
 def test_maps_are_drawn_each_k_epochs_and_at_the_end(tiny, capsys, monkeypatch):
     drawn = []
-    real = callbacks.BiasMaps._draw
+    real = pictures_room.BiasMaps._draw
     monkeypatch.setattr(
-        callbacks.BiasMaps, "_draw", lambda self, trainer, *rest: drawn.append(trainer.current_epoch)
+        pictures_room.BiasMaps, "_draw", lambda self, trainer, *rest: drawn.append(trainer.current_epoch)
         or real(self, trainer, *rest),
     )  # fmt: skip
     config = tiny("--data.name", "fake", "--trainer.max_epochs", "5", "--logger.maps_every", "2")

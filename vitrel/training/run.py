@@ -24,14 +24,14 @@ from pytorch_lightning.utilities import rank_zero_only
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 import vitrel
-from vitrel.training.callbacks import build_callbacks, duration, run_folder, saves_checkpoints
+from vitrel.training.callbacks import build_callbacks, duration, saves_checkpoints
 from vitrel.training.checkpoint import stored_config
 from vitrel.training.checks import check
 from vitrel.training.config import from_dict, parse
 from vitrel.training.data import PictureDataModule
 from vitrel.training.fileio import ConfigError, read_yaml, write_whole
 from vitrel.training.images import DataError
-from vitrel.training.loggers import build_loggers, finish_wandb
+from vitrel.training.loggers import build_loggers, finish_wandb, run_folder
 from vitrel.training.model import build_model, save_model_folder
 from vitrel.training.settings import TrainConfig
 from vitrel.training.sources import find_source
