@@ -22,13 +22,26 @@ ORDER = [
     "family",
     "vit",
     "zoo",
+    "ablate",
+    "probe",
     "maps",
+    "measures",
     "plots",
+    "page",
     "originals",
     "convert",
     "relativize",
 ]
-HEAVY = ["pytorch_lightning", "albumentations", "wandb", "matplotlib", "sklearn", "jsonargparse", "torchmetrics"]
+HEAVY = [
+    "pytorch_lightning",
+    "albumentations",
+    "wandb",
+    "matplotlib",
+    "sklearn",
+    "jsonargparse",
+    "torchmetrics",
+    "plotly",
+]
 
 
 def imported(path):

@@ -23,7 +23,7 @@ from vitrel.training.config import dump
 from vitrel.training.data import PictureDataModule
 from vitrel.training.fileio import write_whole
 from vitrel.training.loggers import finish_wandb, run_folder
-from vitrel.training.pictures import BiasMaps
+from vitrel.training.pictures import BiasMaps, StudyTables
 from vitrel.training.settings import TrainConfig
 
 
@@ -35,7 +35,7 @@ def build_callbacks(config: TrainConfig) -> list[Callback]:
     if saves_checkpoints(config):
         callbacks += best_and_last(validates=config.trainer.get("limit_val_batches", 1.0) != 0)
     if config.logger.maps_every:
-        callbacks.append(BiasMaps(config.logger.maps_every))
+        callbacks += [BiasMaps(config.logger.maps_every), StudyTables()]
     callbacks.append(LearningRateMonitor(logging_interval="step"))
     if config.trainer.get("enable_progress_bar", True) and sys.stdout.isatty():
         callbacks.append(TQDMProgressBar(refresh_rate=10, leave=False))

@@ -98,6 +98,12 @@ def evaluate(path: str | Path, **overrides: Any) -> dict[str, float]:
         ConfigError: If there is no such run or checkpoint.
         DataError: For data that are missing or damaged.
     """
+    task, data, trainer = open_run(path, **overrides)
+    return dict(trainer.test(task, datamodule=data, verbose=False)[0])
+
+
+def open_run(path: str | Path, **overrides: Any) -> tuple[ClassificationTask, PictureDataModule, pl.Trainer]:
+    """The trained task of a checkpoint or run folder, its data, and a trainer to test it; as ``evaluate``."""
     _quiet()
     path = Path(path)
     if not path.exists():
@@ -120,7 +126,7 @@ def evaluate(path: str | Path, **overrides: Any) -> dict[str, float]:
         logger=False, enable_checkpointing=False, enable_model_summary=False,
         enable_progress_bar=sys.stdout.isatty(), devices=1, **given,
     )  # fmt: skip
-    return dict(trainer.test(task, datamodule=data, verbose=False)[0])
+    return task, data, trainer
 
 
 def main(argv: Sequence[str] | None = None, folders: Sequence[Path] = (), default: str | None = None) -> int:
