@@ -15,7 +15,7 @@ SCHEMES = {
     "txl": "txl",
     "shaw": "shaw",
     "key": "key",
-    "bias and key": "bias+key",
+    "bias+key": "bias+key",
     "deberta": "deberta",
     "all": EVERYTHING,
 }

@@ -60,7 +60,7 @@ def test_shares_are_those_of_a_dense_computation_and_add_up(scheme):
     net.blocks[0].attn.register_forward_pre_hook(lambda m, args: caught.append(args[0]))
     rows = head_numbers(net, pictures)
     terms = net.blocks[0].attn.terms(caught[0])
-    terms = {n: t.double()[:, :, 1:, 1:] for n, t in terms.items() if n != "prefix"}
+    terms = {n: t.detach().double()[:, :, 1:, 1:] for n, t in terms.items() if n != "prefix"}
     for head, row in enumerate(rows):
         of_head = {n: t[:, head].flatten(0, 1) for n, t in terms.items()}  # (pictures * queries, keys)
         scores = sum(of_head.values())

@@ -117,6 +117,11 @@ class Study:
 
     def _resized(self, size: tuple[int, int]) -> dict[str, nn.Module]:
         """The model at another size, per rule that makes a difference to it."""
+        patch = getattr(getattr(self.net, "patch_embed", None), "patch_size", (1, 1))
+        if any(side % p for side, p in zip(size, patch, strict=True)):
+            raise ConfigError(
+                f"sizes: {size[0]}x{size[1]} px is not a multiple of the model's patch of {patch[0]}x{patch[1]} px"
+            )
         nets: dict[str, nn.Module] = {}
         for rule in RULES:
             net = copy.deepcopy(self.net)
