@@ -20,6 +20,8 @@ from vitrel.maps import SCORE, TermMap, bias_maps
 from vitrel.probe import PARTS, probes, split
 
 HEADS_PER_LINE = 6
+LEAST_INCHES = 5.2
+"""Width that the titles need."""
 SEPARATE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Okabe and Ito's colours, which differ for every kind of colour vision."""
 
@@ -89,6 +91,7 @@ def plot_attention(
     query: tuple[int, int],
     block: str | None = None,
     *,
+    heads: Sequence[int] | None = None,
     shown: NDArray[np.uint8] | None = None,
     head_inches: float = 1.9,
 ) -> Figure:
@@ -99,6 +102,7 @@ def plot_attention(
         picture: What the model takes, normalised, (3, h, w).
         query: (row, column) of the query, in patches.
         block: Name of the block, the last one by default.
+        heads: Which heads to draw, all by default.
         shown: The picture to draw over, (H, W, 3); the given one by default.
         head_inches: Width of one panel, in inches.
 
@@ -106,7 +110,7 @@ def plot_attention(
         A figure with a row per part and a column per head; weights over the patches, on one scale.
 
     Raises:
-        ValueError: If the block is unknown, or the query outside the grid.
+        ValueError: If the block or a head is unknown, or the query outside the grid.
     """
     found = probes(model, picture[None])
     block = list(found)[-1] if block is None and found else block
@@ -118,15 +122,16 @@ def plot_attention(
         raise ValueError(f"query {tuple(query)}: expected a row below {h} and a column below {w}")
     weights = split(probe.terms(torch.tensor([query[0] * w + query[1]])))
     under = _grey(picture if shown is None else torch.from_numpy(np.ascontiguousarray(shown)).movedim(-1, 0))
-    heads = probe.attn.num_heads
-    figure = Figure(
-        figsize=(heads * head_inches + 1.5, 3 * head_inches * h / w + 1.2), layout="constrained", facecolor="white"
-    )
-    axes = figure.subplots(3, heads, squeeze=False)
+    heads = range(probe.attn.num_heads) if heads is None else heads
+    if unknown := [head for head in heads if not 0 <= head < probe.attn.num_heads]:
+        raise ValueError(f"no head {unknown[0]} in {block}, expected 0 to {probe.attn.num_heads - 1}")
+    size = (max(LEAST_INCHES, len(heads) * head_inches + 1.5), 3 * head_inches * h / w + 1.2)
+    figure = Figure(figsize=size, layout="constrained", facecolor="white")
+    axes = figure.subplots(3, len(heads), squeeze=False)
     norm = Normalize(0, 100 * max(float(part.max()) for part in weights.values()))
     for row, part in enumerate(PARTS):
-        for head in range(heads):
-            ax, heat = axes[row, head], 100 * weights[part][0, head, 0].reshape(h, w)
+        for column, head in enumerate(heads):
+            ax, heat = axes[row, column], 100 * weights[part][0, head, 0].reshape(h, w)
             ax.imshow(under, cmap="gray", extent=(-0.5, w - 0.5, h - 0.5, -0.5), vmin=0, vmax=1)
             image = ax.imshow(
                 heat.cpu().numpy(), cmap="inferno", norm=norm, alpha=0.75, extent=(-0.5, w - 0.5, h - 0.5, -0.5)
@@ -213,7 +218,8 @@ def _rows(rows: Sequence[tuple[str, str, Tensor, bool]], head_inches: float) -> 
     for _, _, values, _ in rows:
         lines = math.ceil(len(values) / columns)
         heights.append(lines * (head_inches * values.shape[1] / values.shape[2] + 0.45) + 0.45)
-    figure = Figure(figsize=(columns * head_inches + 1.3, sum(heights)), layout="constrained", facecolor="white")
+    width = max(LEAST_INCHES, columns * head_inches + 1.3)
+    figure = Figure(figsize=(width, sum(heights)), layout="constrained", facecolor="white")
     parts = figure.subfigures(len(rows), 1, squeeze=False, height_ratios=heights)[:, 0]
     for part, (title, unit, values, signed) in zip(parts, rows, strict=True):
         _draw_heads(part, title, unit, values, signed, columns)
