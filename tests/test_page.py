@@ -14,7 +14,9 @@ import timm
 import torch
 
 import vitrel
+from vitrel.grid import Grid
 from vitrel.page import report
+from vitrel.probe import Probe
 
 pytest.importorskip("plotly", reason="no plotly; pip install 'vitrel[page]'")
 
@@ -58,7 +60,7 @@ def test_the_page_holds_the_maps_and_the_attention():
     assert shares.sum(-1) == pytest.approx(1, abs=0.04)  # a byte each
     assert shares[1, 1, 8, :, 9] == pytest.approx([1, 1 / 18, 1], abs=0.01)  # both, content, position
     assert shares[0, 2, 8, :, 14] == pytest.approx([1, 1 / 18, 1], abs=0.01)
-    assert data["blocks"][1]["numbers"][1]["cols_right"] > 0.5
+    assert data["blocks"][1]["numbers"][1]["cols_right"] == pytest.approx(5 / 6 - 2.5 / 6, abs=0.01)
 
 
 def test_schemes_without_a_free_map_have_their_own(tmp_path):
@@ -75,20 +77,26 @@ def test_schemes_without_a_free_map_have_their_own(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["swin", "txl"])
-def test_twelve_blocks_of_twelve_heads_on_64x64_patches_are_quick_and_small(scheme):
+def test_twelve_blocks_of_twelve_heads_on_64x64_patches_are_quick_and_small():
+    """All but the model's own run, for which noise stands here."""
     torch.manual_seed(0)
     body = {"embed_dim": 96, "num_heads": 12, "depth": 12, "num_classes": 3, "img_size": 256, "mlp_ratio": 1}
-    net = timm.create_model("vitrel_micro_patch4_32", rel_pos=scheme, **body).eval()
+    net = timm.create_model("vitrel_micro_patch4_32", rel_pos="txl", **body).eval()
     for name in net.position_parameters():
         torch.nn.init.normal_(net.get_parameter(name))
+    grid, noise = Grid(64, 64), torch.randn(1, 4096, 96)
+    attentions = {f"blocks.{i}": net.blocks[i].attn for i in range(12)}
+    with torch.no_grad():
+        seen = {
+            name: Probe(name, attn, attn.position_terms((64, 64)), grid, noise) for name, attn in attentions.items()
+        }
     start = time.process_time()
-    html = page(net, (256, 256), count=1)
+    html = report(net, seen, [np.zeros((256, 256, 3), dtype=np.uint8)])
     spent = time.process_time() - start
     assert len(html) < 20e6
     assert spent < 10
     data = stored(html)
-    assert len(data["blocks"]) == 12
+    assert [len(block["kinds"]) for block in data["blocks"]] == [3] * 12
     assert data["attention"]["cell"] == 4
 
 
@@ -167,7 +175,7 @@ def test_the_controls_and_the_keys_change_the_picture(opened):
     tab.keyboard.press("p")
     assert tab.evaluate("document.getElementById('attention-picture').layout.images[0].source") != before
     numbers = tab.inner_text("#numbers")
-    assert re.search(r"rows below, patches\s+0\.\d+", numbers)
+    assert re.search(r"mean place, rows below\s+0\.[1-9]\d+\s+0\.000\s+0\.[1-9]", numbers)
     tab.keyboard.press("ArrowUp")
     assert tab.input_value("#block") == "0"
     assert not heat(tab, "map").any()
@@ -175,11 +183,12 @@ def test_the_controls_and_the_keys_change_the_picture(opened):
     assert brightest(heat(tab, "map")) == (2, 6)
     corner = tab.evaluate("""() => {
         const canvas = document.querySelector("#overview button[data-block='1'][data-head='1'] canvas");
-        const at = (x, y) => Array.from(canvas.getContext("2d").getImageData(x, y, 1, 1).data.slice(0, 3));
+        const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+        const at = (x, y) => Array.from(pixels.slice(4 * (y * canvas.width + x), 4 * (y * canvas.width + x) + 3));
         return [at(6, 2), at(4, 2), at(5, 3)];
     }""")
     assert corner[0][0] > corner[0][2] + 50
-    assert np.ptp(corner[1]) == np.ptp(corner[2]) == 0
+    assert max(np.ptp(corner[1]), np.ptp(corner[2])) < 5
 
 
 @pytest.mark.slow

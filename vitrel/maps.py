@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vitrel.attention import RelativeAttention2d
 from vitrel.position import Position
-from vitrel.probe import Probe, in_parts, lattice, probes
+from vitrel.probe import Probe, Seen, in_parts, lattice, probes
 from vitrel.relpos import TERMS
 from vitrel.tables import lookup
 
@@ -97,7 +97,7 @@ SCORE = "added to the score"
 
 
 @torch.no_grad()
-def term_maps(model: nn.Module, pictures: Tensor | None = None) -> dict[str, dict[str, TermMap]]:
+def term_maps(model: nn.Module, pictures: Seen | None = None) -> dict[str, dict[str, TermMap]]:
     """Every map that there is of a model, per block.
 
     * ``free``: what position adds whatever the picture, as ``bias_maps``: bias and s v.R;
@@ -110,7 +110,7 @@ def term_maps(model: nn.Module, pictures: Tensor | None = None) -> dict[str, dic
 
     Args:
         model: Any model with ``RelativeAttention2d`` layers.
-        pictures: A batch that the model takes, (B, 3, h, w), normalised; a dozen are enough.
+        pictures: A batch that the model takes, (B, 3, h, w), normalised (a dozen are enough); or its ``probes``.
 
     Returns:
         Block name to the name of a map to ``TermMap``; blocks without any are left out.
@@ -146,8 +146,9 @@ def _expected(probe: Probe) -> dict[str, TermMap]:
         way = keys[None] - keys[queries][:, None]  # the key's place from the query: a map, not an offset
         entry = ((way[..., 0] + h - 1) * (2 * w - 1) + way[..., 1] + w - 1).flatten()
         count.index_add_(0, entry, torch.full(entry.shape, float(len(probe.x)), dtype=torch.float64))
-        turned = {t: terms["content"] + terms[t] for t in ("rotary", "rotary_mixed") if t in terms}
-        for term, summand in ({t: terms[t] for t in ("query", "key") if t in terms} | turned).items():
+        shown = {t: terms[t] for t in ("query", "key") if t in terms}
+        shown.update({t: terms["content"] + terms[t] for t in ("rotary", "rotary_mixed") if t in terms})
+        for term, summand in shown.items():
             both = torch.stack([summand.double().sum(0), summand.double().square().sum(0)]).flatten(2).cpu()
             sums.setdefault(term, torch.zeros(2, heads, size, dtype=torch.float64)).index_add_(2, entry, both)
     maps = {}

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from vitrel.maps import table_map
-from vitrel.probe import PARTS, Probe, in_parts, lattice, probes, split
+from vitrel.probe import PARTS, Probe, Seen, in_parts, lattice, probes, split
 from vitrel.relpos import TERMS
 
 Row = dict[str, str | int | float]
 
 
 @torch.no_grad()
-def head_numbers(model: nn.Module, pictures: Tensor) -> list[Row]:
+def head_numbers(model: nn.Module, pictures: Seen) -> list[Row]:
     """What each head does with pictures, between patches; one row per block and head.
 
     Weights are those over the patches alone. ``_content`` marks the attention by content and u alone, ``_position`` the
@@ -39,7 +39,7 @@ def head_numbers(model: nn.Module, pictures: Tensor) -> list[Row]:
 
     Args:
         model: Any model with ``RelativeAttention2d`` layers.
-        pictures: A batch that the model takes, (B, 3, h, w), normalised; a dozen are enough.
+        pictures: A batch that the model takes, (B, 3, h, w), normalised (a dozen are enough); or its ``probes``.
 
     Returns:
         Rows with ``block`` and ``head`` first. A number that does not exist is left out.

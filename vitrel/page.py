@@ -11,6 +11,7 @@ import io
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import resources
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from vitrel.maps import TermMap, term_maps
 from vitrel.measures import Row, head_numbers
-from vitrel.probe import PARTS, Probe, lattice, probes, split
+from vitrel.probe import PARTS, Probe, Seen, lattice, probes, split
 
 MAP_BYTES = 7_000_000
 ATTENTION_BYTES = 4_000_000
@@ -32,7 +33,7 @@ LARGEST_SIDE = 16
 
 def report(
     model: nn.Module,
-    pictures: Tensor | None = None,
+    pictures: Seen | None = None,
     shown: Sequence[NDArray[np.uint8]] = (),
     *,
     title: str = "What position learned",
@@ -43,8 +44,8 @@ def report(
 
     Args:
         model: Any model with ``RelativeAttention2d`` layers.
-        pictures: A batch that the model takes, (B, 3, h, w), normalised: for the maps of terms that depend on the
-            picture, and for the numbers per head; None to leave both out.
+        pictures: A batch that the model takes, (B, 3, h, w), normalised, or its ``probes``: for the maps of
+            terms that depend on the picture, and for the numbers per head; None to leave both out.
         shown: The first pictures of the batch as they look, (H, W, 3) each: examples whose patches can be clicked.
         title: Heading.
         captions: A line for each of ``shown``.
@@ -57,9 +58,10 @@ def report(
         ValueError: If the model has no relative attention, or nothing to show.
         ModuleNotFoundError: If plotly is not installed.
     """
-    maps = term_maps(model, pictures)
-    numbers = [] if pictures is None else head_numbers(model, pictures)
-    found = {} if pictures is None or not len(shown) else probes(model, pictures[: len(shown)])
+    seen = None if pictures is None else probes(model, pictures)
+    maps = term_maps(model, seen)
+    numbers = [] if seen is None else head_numbers(model, seen)
+    found = {name: replace(probe, x=probe.x[: len(shown)]) for name, probe in (seen or {}).items() if len(shown)}
     if not maps and not found:
         raise ValueError("nothing to show: no block has relative attention with a map; give pictures, or another model")
     data = {

@@ -7,7 +7,7 @@ from what came into each attention.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -127,13 +127,17 @@ def _spread_out(side: int, count: int) -> Tensor:
     return torch.linspace(0, side - 1, min(count, side), dtype=torch.float64).round().long()
 
 
+Seen = Tensor | Mapping[str, Probe]
+"""Pictures, or what ``probes`` has kept of a model's run on them."""
+
+
 @torch.no_grad()
-def probes(model: nn.Module, pictures: Tensor) -> dict[str, Probe]:
+def probes(model: nn.Module, pictures: Seen) -> dict[str, Probe]:
     """Runs a model on pictures, in evaluation mode, and keeps what came into each relative attention.
 
     Args:
         model: Any model with ``RelativeAttention2d`` layers.
-        pictures: What the model takes, (B, 3, h, w), normalised.
+        pictures: What the model takes, (B, 3, h, w), normalised; what an earlier call returned comes back as it is.
 
     Returns:
         Block name to ``Probe``, in the order of the layers.
@@ -141,6 +145,8 @@ def probes(model: nn.Module, pictures: Tensor) -> dict[str, Probe]:
     Raises:
         ValueError: If the patches of a batch do not fill one grid.
     """
+    if not isinstance(pictures, Tensor):
+        return dict(pictures)
     found: dict[str, Probe] = {}
 
     def catch(name: str) -> Callable[..., None]:

@@ -15,6 +15,7 @@ from torch import nn
 
 import vitrel
 from vitrel.measures import as_csv, head_numbers
+from vitrel.probe import probes
 from vitrel.training.config import from_dict
 from vitrel.training.data import PictureDataModule, normalize
 from vitrel.training.fileio import ConfigError, one_line, read_yaml, write_whole
@@ -55,8 +56,8 @@ def look(
     """
     model = load(source)
     shown = _pictures(model, source, pictures, root)
-    seen = None if shown is None else shown.pictures
     try:
+        seen = None if shown is None else probes(model, shown.pictures)
         maps = vitrel.term_maps(model, seen)
     except ValueError as e:
         raise ConfigError(f"{source}: {one_line(str(e))}") from None

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import vitrel
 from vitrel.ablate import switchable
 from vitrel.measures import as_csv, block_means, head_numbers
+from vitrel.probe import probes
 from vitrel.training.data import PictureDataModule, PictureDataset, normalize
 from vitrel.training.fileio import ConfigError, write_whole
 from vitrel.training.loggers import run_folder
@@ -97,8 +98,8 @@ class BiasMaps(Callback):
             return
         if self._examples is None:
             self._examples = examples(data, "val", self.pictures)
-        maps = vitrel.term_maps(net, self._examples.pictures)
-        rows = head_numbers(net, self._examples.pictures)
+        seen = probes(net, self._examples.pictures)
+        maps, rows = vitrel.term_maps(net, seen), head_numbers(net, seen)
         drawn = {name: render(plot_term_maps(block, name)) for name, block in maps.items()}
         for name, picture in drawn.items():
             write_whole(folder / f"{name}.png", _png(picture))

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -75,9 +76,9 @@ class Study:
         if not terms:
             raise ConfigError("ablation: the model has no position terms to switch off; take one with model.rel_pos")
         ways: dict[str, Callable[[], AbstractContextManager[None]]] = {"nothing": nullcontext}
-        ways.update({t: lambda t=t: switched_off(self.net, t) for t in terms})
+        ways.update({t: partial(switched_off, self.net, t) for t in terms})
         if len(terms) > 1:
-            ways["all of them"] = lambda: switched_off(self.net)
+            ways["all of them"] = partial(switched_off, self.net)
         right = self._right(self.net, self.size, ways)
         return [{"off": off, **_compared(answers, right["nothing"])} for off, answers in right.items()]
 
