@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Rectangle
@@ -128,14 +129,14 @@ def plot_attention(
     size = (max(LEAST_INCHES, len(heads) * head_inches + 1.5), 3 * head_inches * h / w + 1.2)
     figure = Figure(figsize=size, layout="constrained", facecolor="white")
     axes = figure.subplots(3, len(heads), squeeze=False)
-    norm = Normalize(0, 100 * max(float(part.max()) for part in weights.values()))
+    most = 100 * max(float(part.max()) for part in weights.values())
+    norm = Normalize(0, most)
     for row, part in enumerate(PARTS):
         for column, head in enumerate(heads):
             ax, heat = axes[row, column], 100 * weights[part][0, head, 0].reshape(h, w)
             ax.imshow(under, cmap="gray", extent=(-0.5, w - 0.5, h - 0.5, -0.5), vmin=0, vmax=1)
-            image = ax.imshow(
-                heat.cpu().numpy(), cmap="inferno", norm=norm, alpha=0.75, extent=(-0.5, w - 0.5, h - 0.5, -0.5)
-            )
+            cover = (0.1 + 0.8 * (heat / most).sqrt()).cpu().numpy()  # what is not attended leaves the picture bare
+            ax.imshow(heat.cpu().numpy(), cmap="inferno", norm=norm, alpha=cover, extent=(-0.5, w - 0.5, h - 0.5, -0.5))
             ax.add_patch(Rectangle((query[1] - 0.5, query[0] - 0.5), 1, 1, fill=False, edgecolor="cyan", linewidth=1.5))
             ax.set_xticks([])
             ax.set_yticks([])
@@ -146,7 +147,7 @@ def plot_attention(
         f"{block}: attention of the patch in row {query[0]}, column {query[1]} (cyan)",
         fontsize=10,
     )
-    bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02)
+    bar = figure.colorbar(ScalarMappable(norm, "inferno"), ax=axes, shrink=0.8, pad=0.02)
     bar.set_label("% of the attention among patches", fontsize=8)
     bar.ax.tick_params(labelsize=7)
     return figure
@@ -159,11 +160,11 @@ def plot_ablation(rows: Sequence[Mapping[str, Any]]) -> Figure:
         rows: With ``off``, ``top1``, ``change`` and ``standard_error`` (parts of 1), the whole model first.
     """
     base, bars = rows[0], rows[1:]
-    figure = Figure(figsize=(6.4, 1.5 + 0.42 * len(bars)), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(6.4, 1.5 + 0.5 * len(bars)), layout="constrained", facecolor="white")
     ax = figure.subplots()
     changes, errors = ([100 * row[name] for row in bars] for name in ("change", "standard_error"))
     ax.barh(range(len(bars)), changes, xerr=errors, color=SEPARATE[0], ecolor="black", capsize=3)
-    ax.set_yticks(range(len(bars)), [f"without {row['off']}" for row in bars])
+    ax.set_yticks(range(len(bars)), [f"without {row['off']}\n{100 * row['change']:+.1f}" for row in bars])
     ax.invert_yaxis()
     ax.axvline(0, color="black", linewidth=0.8)
     ax.margins(x=0.15)
@@ -193,10 +194,10 @@ def plot_sizes(rows: Sequence[Mapping[str, Any]]) -> Figure:
     ax.set_xticks(list(ticks), list(ticks.values()), fontsize=8)
     ax.set_xlabel("input size, pixels")
     ax.set_ylabel("top-1, %")
-    ax.set_ylim(0, 100)
+    ax.set_ylim(0, 103)
     ax.grid(axis="y", alpha=0.3)
     if len(others):
-        ax.legend(title="resize", fontsize=8, title_fontsize=8)
+        figure.legend(title="resize", fontsize=8, title_fontsize=8, loc="outside right upper")
     return figure
 
 
@@ -211,52 +212,72 @@ def _grey(picture: Tensor) -> NDArray[np.float32]:
     return np.asarray((grey - low) / max(float(high - low), 1e-9), dtype=np.float32)
 
 
+# Of a row of maps, in inches. Placed by hand: the layout engines of matplotlib take ten times as long as the drawing.
+LEFT, RIGHT, GAP, TITLE, HEAD, FOOT = 0.6, 1.0, 0.12, 0.34, 0.24, 0.52
+
+
 def _rows(rows: Sequence[tuple[str, str, Tensor, bool]], head_inches: float) -> Figure:
     """Rows of (title, unit, (H, 2h-1, 2w-1), signed)."""
     columns = min(HEADS_PER_LINE, max(len(values) for _, _, values, _ in rows))
-    heights = []
-    for _, _, values, _ in rows:
-        lines = math.ceil(len(values) / columns)
-        heights.append(lines * (head_inches * values.shape[1] / values.shape[2] + 0.45) + 0.45)
-    width = max(LEAST_INCHES, columns * head_inches + 1.3)
-    figure = Figure(figsize=(width, sum(heights)), layout="constrained", facecolor="white")
-    parts = figure.subfigures(len(rows), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for part, (title, unit, values, signed) in zip(parts, rows, strict=True):
-        _draw_heads(part, title, unit, values, signed, columns)
+    sides = [(head_inches * values.shape[1] / values.shape[2], math.ceil(len(values) / columns))
+             for _, _, values, _ in rows]  # fmt: skip
+    heights = [TITLE + lines * (HEAD + side) + FOOT for side, lines in sides]
+    width = max(LEAST_INCHES, LEFT + columns * (head_inches + GAP) + RIGHT)
+    figure = Figure(figsize=(width, sum(heights)), facecolor="white")
+    parts = figure.subfigures(len(rows), 1, squeeze=False, height_ratios=heights, hspace=0)[:, 0]
+    for part, height, (title, unit, values, signed) in zip(parts, heights, rows, strict=True):
+        _draw_heads(part, (width, height), title, unit, values, signed, columns, head_inches)
     return figure
 
 
-def _draw_heads(figure: SubFigure, title: str, unit: str, maps: Tensor, signed: bool, columns: int) -> None:
+def _draw_heads(
+    figure: SubFigure,
+    inches: tuple[float, float],
+    title: str,
+    unit: str,
+    maps: Tensor,
+    signed: bool,
+    columns: int,
+    head_inches: float,
+) -> None:
     heads, rows, cols = maps.shape
     h, w = rows // 2, cols // 2
-    limit = float(maps.abs().nan_to_num(0).max()) or 1.0
-    axes = figure.subplots(math.ceil(heads / columns), columns, sharex=True, sharey=True, squeeze=False)
-    for head, ax in enumerate(axes.flat):
-        if head >= heads:
-            ax.set_visible(False)
-            continue
+    finite = maps.nan_to_num(0, 0, 0)
+    limit = float(finite.abs().max()) or 1.0
+    norm = TwoSlopeNorm(0.0, -limit, limit) if signed else Normalize(0.0, limit)
+    width, height = inches
+    side = head_inches * rows / cols
+
+    def place(left: float, top: float, wide: float, high: float) -> Axes:
+        return figure.add_axes((left / width, 1 - (top + high) / height, wide / width, high / height))
+
+    for head in range(heads):
+        line, column = divmod(head, columns)
+        ax = place(LEFT + column * (head_inches + GAP), TITLE + line * (HEAD + side) + HEAD, head_inches, side)
         image = ax.imshow(
             maps[head].numpy(),
             cmap="RdBu_r" if signed else "viridis",
-            norm=TwoSlopeNorm(0.0, -limit, limit) if signed else Normalize(0.0, limit),
+            norm=norm,
             extent=(-w - 0.5, w + 0.5, h + 0.5, -h - 0.5),
             interpolation="nearest",
+            aspect="auto",
         )
-        _label(ax, head, "black" if signed else "white", last_line=head + columns >= heads, first=head % columns == 0)
-    figure.suptitle(f"{title}  (+ is the query)", fontsize=10)
-    bar = figure.colorbar(image, ax=list(axes.flat), shrink=0.9, pad=0.02)
+        _label(ax, head, "black" if signed else "white", last_line=head + columns >= heads, first=column == 0)
+    figure.suptitle(f"{title}  (+ is the query)", fontsize=10, y=1 - 0.08 / height)
+    lines = math.ceil(heads / columns)
+    bar_left = LEFT + min(heads, columns) * (head_inches + GAP)
+    bar = figure.colorbar(image, cax=place(bar_left, TITLE + HEAD, 0.12, lines * (HEAD + side) - HEAD))
     bar.set_label(unit, fontsize=8)
     bar.ax.tick_params(labelsize=7)
 
 
 def _label(ax: Axes, head: int, mark: str, *, last_line: bool, first: bool) -> None:
     ax.plot(0, 0, marker="+", color=mark, markersize=7, markeredgewidth=1.2)
-    ax.set_title(f"head {head}", fontsize=9)
-    ax.tick_params(labelsize=7)
+    ax.set_title(f"head {head}", fontsize=9, pad=4)
+    ax.tick_params(labelsize=7, labelbottom=last_line, labelleft=first)
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     ax.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     if last_line:
         ax.set_xlabel("columns right of the query", fontsize=7)
-        ax.tick_params(labelbottom=True)
     if first:
         ax.set_ylabel("rows below the query", fontsize=7)

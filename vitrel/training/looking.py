@@ -156,7 +156,7 @@ def _page(model: nn.Module, source: str, shown: Examples | None) -> str:
             None if shown is None else shown.pictures,
             () if shown is None else shown.shown[:SHOWN],
             title=f"What position learned: {Path(source).resolve().as_posix().split('/runs/')[-1]}",
-            captions=() if shown is None else [f"{i}: {label}" for i, label in enumerate(shown.labels)],
+            captions=() if shown is None else [f"{i} ({label})" for i, label in enumerate(shown.labels)],
             facts=_facts(model, source),
         )
     except ModuleNotFoundError as e:
