@@ -17,7 +17,7 @@ def model(rel_pos, backend="auto", **kwargs):
     torch.manual_seed(0)
     small = {"embed_dim": 24, "num_heads": 3, "depth": 1, "img_size": (12, 20), "num_classes": 3}
     made = timm.create_model("vitrel_micro_patch4_32", rel_pos=rel_pos, backend=backend, **{**small, **kwargs})
-    for name in made.position_parameters():
+    for name in sorted(made.position_parameters()):
         torch.nn.init.normal_(made.get_parameter(name))
     return made.eval()
 

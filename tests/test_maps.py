@@ -31,7 +31,7 @@ def test_a_key_one_to_the_right_shows_right_of_the_centre_and_one_below_shows_be
 def test_maps_are_the_scores_without_content(preset, table, prefix):
     """With q and k at zero, the score of query (y, x) and key (y + dy, x + dx) is map[dy, dx]."""
     model = micro({"preset": preset, "table": table, "max_distance": (3, 12)}, **prefix)
-    for name in model.position_parameters():
+    for name in sorted(model.position_parameters()):
         torch.nn.init.normal_(model.get_parameter(name))
     attn = model.blocks[0].attn
     attn.qkv.weight.data.zero_()
@@ -71,7 +71,7 @@ def by_offset(summand, h=3, w=5):
 def test_expected_maps_are_means_and_spreads_over_queries_and_pictures(scheme):
     torch.manual_seed(0)
     net = micro(scheme, **SMALL, class_token=True)
-    for name in net.position_parameters():
+    for name in sorted(net.position_parameters()):
         torch.nn.init.normal_(net.get_parameter(name))
     caught = []
     net.blocks[0].attn.register_forward_pre_hook(lambda m, args: caught.append(args[0]))

@@ -23,7 +23,7 @@ def model(rel_pos, grid=(3, 5), **kwargs):
 
 def randomised(rel_pos, **kwargs):
     made = model(rel_pos, **kwargs)
-    for name in made.position_parameters():
+    for name in sorted(made.position_parameters()):
         torch.nn.init.normal_(made.get_parameter(name))
     return made
 

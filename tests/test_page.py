@@ -82,7 +82,7 @@ def test_twelve_blocks_of_twelve_heads_on_64x64_patches_are_quick_and_small():
     torch.manual_seed(0)
     body = {"embed_dim": 96, "num_heads": 12, "depth": 12, "num_classes": 3, "img_size": 256, "mlp_ratio": 1}
     net = timm.create_model("vitrel_micro_patch4_32", rel_pos="txl", **body).eval()
-    for name in net.position_parameters():
+    for name in sorted(net.position_parameters()):
         torch.nn.init.normal_(net.get_parameter(name))
     grid, noise = Grid(64, 64), torch.randn(1, 4096, 96)
     attentions = {f"blocks.{i}": net.blocks[i].attn for i in range(12)}

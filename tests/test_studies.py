@@ -19,12 +19,14 @@ from vitrel.training.transforms import InputConfig
 
 
 def make(config, spread=2.0):
-    """A net with large random tables, so that a term or a rule makes a difference, and its data."""
+    """A net with large random weights and tables, so that a term or a rule makes a difference, and its data."""
     torch.manual_seed(0)
     net = build_model(config.model, 10).eval()
-    for name in getattr(net, "position_parameters", set)():
+    for parameter in net.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.5)
+    for name in sorted(getattr(net, "position_parameters", set)()):
         torch.nn.init.normal_(net.get_parameter(name), std=spread)
-    torch.nn.init.normal_(net.head.weight)
     return net, PictureDataModule(config.data, InputConfig.of(net, config.data))
 
 
@@ -43,7 +45,7 @@ def test_ablation_is_the_accuracy_with_the_tables_at_zero(tiny):
         guess, labels = answers(net, data)
         whole = guess == labels
         assert rows[0]["top1"] == pytest.approx(float(whole.float().mean()))
-        for name in net.position_parameters():
+        for name in sorted(net.position_parameters()):
             if ".bias." in name:
                 net.get_parameter(name).zero_()
         without = answers(net, data)[0] == labels

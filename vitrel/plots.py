@@ -136,7 +136,7 @@ def plot_attention(
             ax, heat = axes[row, column], 100 * weights[part][0, head, 0].reshape(h, w)
             ax.imshow(under, cmap="gray", extent=(-0.5, w - 0.5, h - 0.5, -0.5), vmin=0, vmax=1)
             cover = (0.1 + 0.8 * (heat / most).sqrt()).cpu().numpy()  # what is not attended leaves the picture bare
-            ax.imshow(heat.cpu().numpy(), cmap="inferno", norm=norm, alpha=cover, extent=(-0.5, w - 0.5, h - 0.5, -0.5))
+            ax.imshow(heat.cpu().numpy(), cmap="plasma", norm=norm, alpha=cover, extent=(-0.5, w - 0.5, h - 0.5, -0.5))
             ax.add_patch(Rectangle((query[1] - 0.5, query[0] - 0.5), 1, 1, fill=False, edgecolor="cyan", linewidth=1.5))
             ax.set_xticks([])
             ax.set_yticks([])
@@ -147,7 +147,7 @@ def plot_attention(
         f"{block}: attention of the patch in row {query[0]}, column {query[1]} (cyan)",
         fontsize=10,
     )
-    bar = figure.colorbar(ScalarMappable(norm, "inferno"), ax=axes, shrink=0.8, pad=0.02)
+    bar = figure.colorbar(ScalarMappable(norm, "plasma"), ax=axes, shrink=0.8, pad=0.02)
     bar.set_label("% of the attention among patches", fontsize=8)
     bar.ax.tick_params(labelsize=7)
     return figure

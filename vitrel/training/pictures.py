@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import io
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytorch_lightning as pl
 import torch
+import wandb
 from numpy.typing import NDArray
 from PIL import Image
 from pytorch_lightning.callbacks import Callback
@@ -106,18 +108,20 @@ class BiasMaps(Callback):
         write_whole(folder / "heads.csv", as_csv(rows))
         step = trainer.global_step - 1  # as Lightning counts the metrics of an epoch's end
         curves = {
-            f"heads_{number}/{block}": value
+            f"heads_{number}/{_key(block)}": value
             for block, numbers in block_means(rows).items()
             for number, value in numbers.items()
             if number in CURVES or number.startswith("share_")
         }
-        largest = {name: float(block["free"].values.abs().max()) for name, block in maps.items() if "free" in block}
+        for name, block in maps.items():
+            if "free" in block:
+                curves[f"maps_absmax/{_key(name)}"] = float(block["free"].values.abs().max())
         for logger in trainer.loggers:
-            logger.log_metrics({**curves, **{f"maps_absmax/{n}": v for n, v in largest.items()}}, step)
-            if isinstance(logger, WandbLogger):
-                for name, picture in drawn.items():
-                    caption = f"epoch {trainer.current_epoch + 1}"
-                    logger.log_image(f"maps/{name}", [picture], step=step, caption=[caption])
+            shown: dict[str, Any] = {}
+            if isinstance(logger, WandbLogger):  # in one call, so that one step of the slider has them all
+                caption = f"epoch {trainer.current_epoch + 1}"
+                shown = {f"maps/{_key(n)}": wandb.Image(p, caption=caption) for n, p in drawn.items()}
+            logger.log_metrics({**curves, **shown}, step)
 
 
 class StudyTables(Callback):
@@ -152,6 +156,11 @@ def render(figure: Figure) -> NDArray[np.uint8]:
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+def _key(block: str) -> str:
+    """A block's name for loggers: W&B takes a dot for a path, and sorts by letters."""
+    return re.sub(r"\d+", lambda number: number[0].zfill(2), block.replace(".", "_"))
 
 
 def png(figure: Figure) -> bytes:
