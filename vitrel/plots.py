@@ -134,7 +134,8 @@ def plot_attention(
     for row, part in enumerate(PARTS):
         for column, head in enumerate(heads):
             ax, heat = axes[row, column], 100 * weights[part][0, head, 0].reshape(h, w)
-            ax.imshow(under, cmap="gray", extent=(-0.5, w - 0.5, h - 0.5, -0.5), vmin=0, vmax=1)
+            # Neither black nor white, on which colours would not show.
+            ax.imshow(under, cmap="gray", extent=(-0.5, w - 0.5, h - 0.5, -0.5), vmin=-0.3, vmax=1.6)
             cover = (0.1 + 0.8 * (heat / most).sqrt()).cpu().numpy()  # what is not attended leaves the picture bare
             ax.imshow(heat.cpu().numpy(), cmap="plasma", norm=norm, alpha=cover, extent=(-0.5, w - 0.5, h - 0.5, -0.5))
             ax.add_patch(Rectangle((query[1] - 0.5, query[0] - 0.5), 1, 1, fill=False, edgecolor="cyan", linewidth=1.5))
