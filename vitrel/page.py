@@ -25,8 +25,9 @@ from vitrel.maps import TermMap, term_maps
 from vitrel.measures import Row, head_numbers
 from vitrel.probe import PARTS, Probe, Seen, lattice, probes, split
 
-MAP_BYTES = 7_000_000
-ATTENTION_BYTES = 4_000_000
+MAP_BYTES, ALL_BYTES, ATTENTION_BYTES = 7_000_000, 10_500_000, 4_000_000
+"""What maps may take before they get coarser, what maps and attention may take, and what attention may; in all a file
+of less than 20 MB with plotly's 5 MB, since text holds three bytes in four letters."""
 LARGEST_SIDE = 16
 """Of a picture of attention, in cells; on larger grids a cell stands for several patches."""
 
@@ -64,15 +65,16 @@ def report(
     found = {name: replace(probe, x=probe.x[: len(shown)]) for name, probe in (seen or {}).items() if len(shown)}
     if not maps and not found:
         raise ValueError("nothing to show: no block has relative attention with a map; give pictures, or another model")
+    blocks, stored = _blocks(maps, numbers, found)
     data = {
         "title": title,
         "facts": dict(facts or {}),
-        "blocks": _blocks(maps, numbers, found),
+        "blocks": blocks,
         "pictures": [
             {"source": _png(picture), "caption": caption}
             for picture, caption in zip(shown, [*captions, *[""] * len(shown)], strict=False)
         ],
-        "attention": _attention(found),
+        "attention": _attention(found, min(ATTENTION_BYTES, ALL_BYTES - stored)),
     }
     return fill(data)
 
@@ -93,7 +95,8 @@ def fill(data: Mapping[str, Any]) -> str:
 
 def _blocks(
     maps: Mapping[str, Mapping[str, TermMap]], numbers: Sequence[Row], found: Mapping[str, Probe]
-) -> list[dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], int]:
+    """The page's blocks, and the bytes of their maps."""
     count = sum(one.values.numel() for block in maps.values() for one in block.values())
     spreads = sum(one.values.numel() for block in maps.values() for one in block.values() if one.spread is not None)
     wide = 2 * count + spreads <= MAP_BYTES
@@ -113,7 +116,7 @@ def _blocks(
         of_heads = [{k: v for k, v in row.items() if k not in ("block", "head")} for row in rows]
         heads = heads or found[name].attn.num_heads
         blocks.append({"name": name, "heads": heads, "kinds": kinds, "numbers": of_heads})
-    return blocks
+    return blocks, count * (2 if wide else 1) + spreads * with_spread
 
 
 def _packed(values: Tensor, wide: bool) -> dict[str, Any]:
@@ -126,7 +129,7 @@ def _packed(values: Tensor, wide: bool) -> dict[str, Any]:
             "data": _base64(packed)}  # fmt: skip
 
 
-def _attention(found: Mapping[str, Probe]) -> dict[str, Any] | None:
+def _attention(found: Mapping[str, Probe], most: int) -> dict[str, Any] | None:
     """Weights of each picture, block, head, query and part over cells of patches, a byte each and a scale per row."""
     if not found:
         return None
@@ -135,7 +138,7 @@ def _attention(found: Mapping[str, Probe]) -> dict[str, Any] | None:
     cell = math.ceil(max(grid.rows, grid.cols) / LARGEST_SIDE)
     rows, cols = math.ceil(grid.rows / cell), math.ceil(grid.cols / cell)
     per_query = sum(len(p.x) * p.attn.num_heads for p in found.values()) * len(PARTS) * rows * cols
-    queries = lattice(grid, max(4, ATTENTION_BYTES // per_query))
+    queries = lattice(grid, max(4, most // per_query))
     blocks = {}
     for name, probe in found.items():
         weights = torch.stack([_cells(part, probe, cell) for part in _weights(probe, queries)], 3)
