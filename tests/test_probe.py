@@ -7,7 +7,7 @@ import torch
 import vitrel
 from vitrel.attend import masked_softmax
 from vitrel.grid import Grid
-from vitrel.probe import lattice, probes, split
+from vitrel.probe import PAIRS, lattice, probes, scattered, split
 from vitrel.relpos import PRESETS
 
 SCHEMES = [*PRESETS, "txl+value+key", "rope+bias"]
@@ -78,6 +78,14 @@ def test_a_lattice_has_the_corners_and_looks_the_same_from_every_side(grid, at_m
     assert (rows.double().mean(), cols.double().mean()) == ((h - 1) / 2, (w - 1) / 2)
     if h * w <= at_most:
         assert len(queries) == h * w
+
+
+def test_scattered_queries_see_every_offset():
+    for grid in (Grid(7, 5), Grid(64, 64), Grid(30, 100)):
+        queries = scattered(grid)
+        assert {0, grid.cols - 1, grid.patches - grid.cols, grid.patches - 1} <= set(queries.tolist())
+        assert queries.unique().numel() == len(queries) <= 4 + 2 * PAIRS // grid.patches
+        assert torch.equal(queries, scattered(grid))
 
 
 def test_modules_keep_their_modes_and_no_hook_stays():

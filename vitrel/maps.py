@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vitrel.attention import RelativeAttention2d
 from vitrel.position import Position
-from vitrel.probe import Probe, Seen, in_parts, lattice, probes
+from vitrel.probe import Probe, Seen, in_parts, probes, scattered
 from vitrel.relpos import TERMS
 from vitrel.tables import lookup
 
@@ -142,12 +142,12 @@ def _expected(probe: Probe) -> dict[str, TermMap]:
     heads, size = probe.attn.num_heads, (2 * h - 1) * (2 * w - 1)
     sums: dict[str, Tensor] = {}
     count = torch.zeros(size, dtype=torch.float64)
-    for queries, terms in in_parts(probe, lattice(probe.grid)):
+    for queries, terms in in_parts(probe, scattered(probe.grid)):
         way = keys[None] - keys[queries][:, None]  # the key's place from the query: a map, not an offset
         entry = ((way[..., 0] + h - 1) * (2 * w - 1) + way[..., 1] + w - 1).flatten()
         count.index_add_(0, entry, torch.full(entry.shape, float(len(probe.x)), dtype=torch.float64))
-        shown = {t: terms[t] for t in ("query", "key") if t in terms}
-        shown.update({t: terms["content"] + terms[t] for t in ("rotary", "rotary_mixed") if t in terms})
+        shown: dict[str, Tensor] = {t: terms[t] for t in ("query", "key") if t in terms}
+        shown.update((t, terms["content"] + terms[t]) for t in ("rotary", "rotary_mixed") if t in terms)
         for term, summand in shown.items():
             both = torch.stack([summand.double().sum(0), summand.double().square().sum(0)]).flatten(2).cpu()
             sums.setdefault(term, torch.zeros(2, heads, size, dtype=torch.float64)).index_add_(2, entry, both)

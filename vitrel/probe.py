@@ -121,6 +121,19 @@ def lattice(grid: Grid | tuple[int, int], at_most: int | None = None) -> Tensor:
     return (rows[:, None] * w + cols).flatten()
 
 
+def scattered(grid: Grid) -> Tensor:
+    """Indices of query patches to see every offset from: all, or the corners and others by chance, the same each time.
+
+    A lattice would see each region of offsets from queries of its own, and show edges that are not there.
+    """
+    patches, count = grid.patches, 2 * PAIRS // grid.patches
+    if patches <= count:
+        return torch.arange(patches)
+    corners = torch.tensor([0, grid.cols - 1, patches - grid.cols, patches - 1])
+    chosen = torch.randperm(patches, generator=torch.Generator().manual_seed(0))[:count]
+    return torch.cat([corners, chosen]).unique()
+
+
 def _spread_out(side: int, count: int) -> Tensor:
     """Even places from the first to the last of ``side``, the same seen from either end."""
     count = max(2, count - count % 2) if side % 2 == 0 else max(2, count)
