@@ -184,10 +184,10 @@ def test_drawing_changes_nothing_of_a_run_and_fails_on_no_numbers(tiny):
     drawn, bare = (run(tiny(*options, "--logger.maps_every", every)) for every in ("1", "0"))
     assert drawn["test/loss"] == bare["test/loss"]
     net = timm.create_model(f"local-dir:{drawn['folder']}/model", pretrained=True)
-    for bad in (float("nan"), float("inf")):
-        torch.nn.init.constant_(net.blocks[0].attn.position.query.table_h, bad)
-        seen = probes(net, torch.randn(1, 3, 8, 8))
-        for name, maps in vitrel.term_maps(net, seen).items():
-            assert render(vitrel.plot_term_maps(maps, name)).shape[2] == 3
-        assert len(vitrel.head_numbers(net, seen)) == 4
-        assert "blocks.1" in report(net, seen)
+    for block, bad in zip(net.blocks, (float("nan"), float("inf")), strict=True):
+        torch.nn.init.constant_(block.attn.position.query.table_h, bad)
+    seen = probes(net, torch.randn(1, 3, 8, 8))
+    for name, maps in vitrel.term_maps(net, seen).items():
+        assert render(vitrel.plot_term_maps(maps, name)).shape[2] == 3
+    assert len(vitrel.head_numbers(net, seen)) == 4
+    assert "blocks.1" in report(net, seen)

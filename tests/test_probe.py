@@ -84,7 +84,7 @@ def test_scattered_queries_see_every_offset():
     for grid in (Grid(7, 5), Grid(64, 64), Grid(30, 100)):
         queries = scattered(grid)
         assert {0, grid.cols - 1, grid.patches - grid.cols, grid.patches - 1} <= set(queries.tolist())
-        assert queries.unique().numel() == len(queries) <= 4 + 2 * PAIRS // grid.patches
+        assert queries.unique().numel() == len(queries) <= 4 + PAIRS // grid.patches
         assert torch.equal(queries, scattered(grid))
 
 

@@ -126,7 +126,7 @@ def scattered(grid: Grid) -> Tensor:
 
     A lattice would see each region of offsets from queries of its own, and show edges that are not there.
     """
-    patches, count = grid.patches, 2 * PAIRS // grid.patches
+    patches, count = grid.patches, PAIRS // grid.patches
     if patches <= count:
         return torch.arange(patches)
     corners = torch.tensor([0, grid.cols - 1, patches - grid.cols, patches - 1])
