@@ -91,13 +91,15 @@ def test_twelve_blocks_of_twelve_heads_on_64x64_patches_are_quick_and_small():
             name: Probe(name, attn, attn.position_terms((64, 64)), grid, noise) for name, attn in attentions.items()
         }
     start = time.process_time()
-    html = report(net, seen, [np.random.default_rng(0).integers(0, 256, (256, 256, 3), dtype=np.uint8)])
+    html = report(net, seen, 4 * [np.random.default_rng(0).integers(0, 256, (256, 256, 3), dtype=np.uint8)])
     spent = time.process_time() - start
     assert len(html) < 20e6
     assert spent < 10, spent
     data = stored(html)
     assert [len(block["kinds"]) for block in data["blocks"]] == [3] * 12  # too many for spreads
     assert data["attention"]["cell"] == 4
+    assert len(data["pictures"]) == 1  # room for one
+    assert len(data["attention"]["queries"]) >= 16
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
+from vitrel.grid import Grid
 from vitrel.maps import TermMap, term_maps
 from vitrel.measures import Row, head_numbers
 from vitrel.probe import PARTS, Probe, Seen, lattice, probes, split
@@ -28,6 +29,8 @@ from vitrel.probe import PARTS, Probe, Seen, lattice, probes, split
 MAP_BYTES, ALL_BYTES, ATTENTION_BYTES = 7_000_000, 10_500_000, 4_000_000
 """What maps may take before they get coarser, what maps and attention may take, and what attention may; in all a file
 of less than 20 MB with plotly's 5 MB, since text holds three bytes in four letters."""
+FEW = 36
+"""Queries of a picture that are worth more than a second picture."""
 LARGEST_SIDE = 16
 """Of a picture of attention, in cells; on larger grids a cell stands for several patches."""
 
@@ -47,7 +50,8 @@ def report(
         model: Any model with ``RelativeAttention2d`` layers.
         pictures: A batch that the model takes, (B, 3, h, w), normalised, or its ``probes``: for the maps of
             terms that depend on the picture, and for the numbers per head; None to leave both out.
-        shown: The first pictures of the batch as they look, (H, W, 3) each: examples whose patches can be clicked.
+        shown: The first pictures of the batch as they look, (H, W, 3) each: examples whose patches can be clicked, as
+            many of them as the file has room for.
         title: Heading.
         captions: A line for each of ``shown``.
         facts: Names and values for the line below the heading.
@@ -62,10 +66,13 @@ def report(
     seen = None if pictures is None else probes(model, pictures)
     maps = term_maps(model, seen)
     numbers = [] if seen is None else head_numbers(model, seen)
-    found = {name: replace(probe, x=probe.x[: len(shown)]) for name, probe in (seen or {}).items() if len(shown)}
-    if not maps and not found:
+    seen = seen if seen and len(shown) else {}
+    if not maps and not seen:
         raise ValueError("nothing to show: no block has relative attention with a map; give pictures, or another model")
-    blocks, stored = _blocks(maps, numbers, found)
+    blocks, stored = _blocks(maps, numbers, seen)
+    most = min(ATTENTION_BYTES, ALL_BYTES - stored)
+    shown = shown[: max(1, most // (FEW * _row_bytes(seen)))]
+    found = {name: replace(probe, x=probe.x[: len(shown)]) for name, probe in seen.items()}
     data = {
         "title": title,
         "facts": dict(facts or {}),
@@ -74,7 +81,7 @@ def report(
             {"source": _png(picture), "caption": caption}
             for picture, caption in zip(shown, [*captions, *[""] * len(shown)], strict=False)
         ],
-        "attention": _attention(found, min(ATTENTION_BYTES, ALL_BYTES - stored)),
+        "attention": _attention(found, most),
     }
     return fill(data)
 
@@ -133,15 +140,11 @@ def _attention(found: Mapping[str, Probe], most: int) -> dict[str, Any] | None:
     """Weights of each picture, block, head, query and part over cells of patches, a byte each and a scale per row."""
     if not found:
         return None
-    first = next(iter(found.values()))
-    grid = first.grid
-    cell = math.ceil(max(grid.rows, grid.cols) / LARGEST_SIDE)
-    rows, cols = math.ceil(grid.rows / cell), math.ceil(grid.cols / cell)
-    per_query = sum(len(p.x) * p.attn.num_heads for p in found.values()) * len(PARTS) * rows * cols
-    queries = lattice(grid, max(4, most // per_query))
+    grid, cell, _, _ = _shape(found)
+    queries = lattice(grid, max(4, most // (len(next(iter(found.values())).x) * _row_bytes(found))))
     blocks = {}
     for name, probe in found.items():
-        weights = torch.stack([_cells(part, probe, cell) for part in _weights(probe, queries)], 3)
+        weights = torch.stack([_cells(part, probe, cell) for part in _weights(probe, queries)], 3).nan_to_num(0)
         peaks = weights.amax(-1, keepdim=True).clamp(min=1e-12)
         blocks[name] = {
             "data": _base64((weights / peaks * 255).round().numpy().astype("u1")),
@@ -149,6 +152,21 @@ def _attention(found: Mapping[str, Probe], most: int) -> dict[str, Any] | None:
         }
     return {"rows": grid.rows, "cols": grid.cols, "cell": cell, "queries": queries.tolist(), "parts": list(PARTS),
             "blocks": blocks}  # fmt: skip
+
+
+def _shape(found: Mapping[str, Probe]) -> tuple[Grid, int, int, int]:
+    """The grid, the side of a cell in patches, and the rows and columns of cells."""
+    grid = next(iter(found.values())).grid
+    cell = math.ceil(max(grid.rows, grid.cols) / LARGEST_SIDE)
+    return grid, cell, math.ceil(grid.rows / cell), math.ceil(grid.cols / cell)
+
+
+def _row_bytes(found: Mapping[str, Probe]) -> int:
+    """What one query of one picture takes."""
+    if not found:
+        return 1
+    _, _, rows, cols = _shape(found)
+    return sum(probe.attn.num_heads for probe in found.values()) * len(PARTS) * rows * cols
 
 
 def _weights(probe: Probe, queries: Tensor) -> list[Tensor]:
