@@ -27,9 +27,10 @@ def test_axes_count_patches_from_the_query():
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("columns right of the query", "rows below the query")
 
 
-def test_the_picture_shows_a_key_to_the_right_right_of_the_mark():
+@pytest.mark.parametrize("place", [(2, 0), (0, 1)], ids=["right", "below"])
+def test_the_picture_shows_a_key_at_its_place_from_the_mark(place):
     maps = torch.zeros(1, 5, 9)
-    maps[0, 2, 4 + 2] = 1.0
+    maps[0, 2 + place[1], 4 + place[0]] = 1.0
     figure = vitrel.plot_bias_maps({"blocks.0": maps})
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
@@ -40,10 +41,10 @@ def test_the_picture_shows_a_key_to_the_right_right_of_the_mark():
         x, y = ax.transData.transform((dx, dy))
         return picture[picture.shape[0] - 1 - int(y), int(x), :3].astype(int)
 
-    red = pixel(2, 0)
+    red = pixel(*place)
     assert red[0] > red[2] + 50
-    assert np.ptp(pixel(-2, 0)) < 10
-    assert np.ptp(pixel(2, 1)) < 10
+    for other in [(-place[0], -place[1]), (2, 1), (place[1], place[0])]:
+        assert np.ptp(pixel(*other)) < 10
 
 
 def test_chosen_blocks_of_a_model():
