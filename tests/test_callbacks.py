@@ -162,9 +162,12 @@ def test_an_offline_run_holds_every_figure_and_one_set_of_maps_per_drawn_epoch(t
     assert len(np.unique(picture)) > 20
 
 
-@pytest.mark.parametrize("scheme", ["rope", "irpe_qkv", "none"])
-def test_every_scheme_is_drawn_while_it_trains(tiny, scheme):
-    config = tiny("--data.name", "fake", "--logger.maps_every", "1", "--model.rel_pos", scheme)
+@pytest.mark.parametrize(
+    ("scheme", "precision"), [("rope", "bf16-true"), ("irpe_qkv", "32"), ("txl", "bf16-true"), ("none", "32")]
+)
+def test_every_scheme_is_drawn_while_it_trains(tiny, scheme, precision):
+    config = tiny("--data.name", "fake", "--logger.maps_every", "1", "--model.rel_pos", scheme,
+                  "--trainer.precision", precision)  # fmt: skip
     folder = Path(run(config)["folder"])
     assert (folder / "bias_maps" / "blocks.1.png").is_file() == (scheme != "none")
     assert ("heads_distance/blocks_01" in (folder / "metrics.csv").read_text()) == (scheme != "none")
