@@ -20,5 +20,5 @@ lint: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,export,notebooks]"
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,export,notebooks,page]"
 	touch $@

@@ -1,20 +1,30 @@
 #!/usr/bin/env python
-"""Prints the test metrics of a checkpoint, or of the best checkpoint of a run folder, as JSON.
+"""Prints the test metrics of a checkpoint, or of the best checkpoint of a run folder, as JSON; more where it is asked.
 
 python scripts/evaluate.py runs/digits/version_0
+python scripts/evaluate.py runs/digits/version_0 --ablate --per_class      # without each position term; by class
+python scripts/evaluate.py runs/digits/version_0 --sizes 24 32 48x32       # at other sizes, by each resize rule
 python scripts/evaluate.py runs/cifar100/version_0/checkpoints/last.ckpt --data.root DIR
+
+Tables and figures go to RUN/evaluation/ as ablation.csv, ablation.png, sizes.csv, sizes.png and per_class.csv.
 """
 
 import argparse
-import json
 import sys
+from pathlib import Path
 
-from vitrel.training.run import evaluate, guarded
+from vitrel.training.evaluation import examine
+from vitrel.training.run import guarded
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", help="a run folder, or a .ckpt file in its checkpoints/")
     parser.add_argument("--data.root", "--root", dest="root", help="where the data lie, if not where the run had them")
+    parser.add_argument("--ablate", action="store_true", help="switch each position term off")
+    parser.add_argument("--sizes", nargs="+", default=[], metavar="SIZE", help="in pixels: N, or HxW")
+    parser.add_argument("--per_class", action="store_true", help="top-1 of each class")
+    parser.add_argument("--out", type=Path, help="folder for tables and figures [RUN/evaluation]")
     args = parser.parse_args()
     overrides = {"root": args.root} if args.root else {}
-    sys.exit(guarded(lambda: print(json.dumps(evaluate(args.path, **overrides), indent=2))))
+    asked = {name: vars(args)[name] for name in ("ablate", "sizes", "per_class", "out")}
+    sys.exit(guarded(lambda: examine(args.path, **asked, **overrides)))

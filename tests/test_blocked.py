@@ -10,7 +10,15 @@ from vitrel.blocked import block_numbers, blocked
 from vitrel.grid import Grid
 
 GRID = Grid(4, 5)
-SCHEMES = {"bias": "bias", "txl": "txl", "shaw": "shaw", "key": "key", "deberta": "deberta", "all": EVERYTHING}
+SCHEMES = {
+    "bias": "bias",
+    "txl": "txl",
+    "shaw": "shaw",
+    "key": "key",
+    "bias+key": "bias+key",
+    "deberta": "deberta",
+    "all": EVERYTHING,
+}
 
 
 @pytest.fixture(params=["one row of one head", "two rows", "one sample", "all"])

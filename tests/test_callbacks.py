@@ -1,5 +1,6 @@
 """Callbacks: averaging by hand, maps on disk and in W&B, one line per epoch, seeds per epoch."""
 
+import csv
 import json
 import random
 import re
@@ -10,13 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import pytorch_lightning as pl
+import timm
 import torch
 from PIL import Image
 
 import vitrel
-from vitrel.training import callbacks
-from vitrel.training.callbacks import EpochSeed, WeightEMA, duration, render
+from vitrel.page import report
+from vitrel.probe import probes
+from vitrel.training import pictures as pictures_room
+from vitrel.training.callbacks import EpochSeed, WeightEMA, duration
 from vitrel.training.config import parse
+from vitrel.training.pictures import render
 from vitrel.training.run import run
 
 
@@ -87,22 +92,31 @@ def test_every_epoch_and_rank_has_its_own_seed():
 
 def test_maps_are_drawn_each_k_epochs_and_at_the_end(tiny, capsys, monkeypatch):
     drawn = []
-    real = callbacks.BiasMaps._draw
+    real = pictures_room.BiasMaps._draw
     monkeypatch.setattr(
-        callbacks.BiasMaps, "_draw", lambda self, trainer, *rest: drawn.append(trainer.current_epoch)
+        pictures_room.BiasMaps, "_draw", lambda self, trainer, *rest: drawn.append(trainer.current_epoch)
         or real(self, trainer, *rest),
     )  # fmt: skip
     config = tiny("--data.name", "fake", "--trainer.max_epochs", "5", "--logger.maps_every", "2")
     folder = Path(run(config)["folder"])
     assert drawn == [1, 3, 4]
-    assert sorted(p.name for p in (folder / "bias_maps").iterdir()) == ["blocks.0.png", "blocks.1.png"]
+    assert sorted(p.name for p in (folder / "bias_maps").iterdir()) == ["blocks.0.png", "blocks.1.png", "heads.csv"]
     assert np.asarray(Image.open(folder / "bias_maps" / "blocks.0.png")).shape[2] == 3
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch ")]
     assert len(lines) == 5
     assert re.fullmatch(
         r"epoch 5/5  train/loss \d\.\d{4}  val/loss \d\.\d{4}  val/acc \d\.\d{4}  \d+ s spent  0 s left", lines[-1]
     )
-    assert "maps/blocks.0_absmax" in (folder / "metrics.csv").read_text()
+    with (folder / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["maps_absmax/blocks_00"]]
+    assert len(rows) == len(drawn)
+    for row in rows:
+        assert sum(float(row[f"heads_share_{term}/blocks_01"]) for term in ("bias", "content")) == pytest.approx(1)
+    model = timm.create_model(f"local-dir:{folder / 'model'}", pretrained=True)
+    with (folder / "bias_maps" / "heads.csv").open() as file:
+        assert [(r["block"], r["head"]) for r in csv.DictReader(file)] == [
+            (f"blocks.{b}", str(h)) for b in range(2) for h in range(model.blocks[0].attn.num_heads)
+        ]
 
 
 def test_the_settings_lie_beside_the_results(tiny):
@@ -131,8 +145,52 @@ def test_an_offline_run_holds_every_figure_and_one_set_of_maps_per_drawn_epoch(t
     assert [1 for item in history if "test/acc" in item] == [1]
     settings = next(row["run"]["config"]["update"] for row in rows if row["type"] == "run" and "config" in row["run"])
     assert settings["optim"]["position_lr_scale"] == 10
+    drawn = [item for item in history if "maps/blocks_00._type" in item]
+    assert [item["trainer/global_step"] for item in drawn] == [item["trainer/global_step"] for item in history
+                                                               if "val/acc" in item]  # fmt: skip
+    for item in drawn:  # pictures and numbers of a drawing are one step of the slider
+        assert {"maps/blocks_01._type", "heads_distance/blocks_00", "heads_share_bias/blocks_01"} <= set(item)
+    for name, rows, columns in (("ablation", 2, "off"), ("sizes", 1 + 3 * 3, "rows")):
+        (table,) = (found / "files/media/table/tables").glob(f"{name}_*.json")
+        stored = json.loads(table.read_text())
+        assert (stored["columns"][0], len(stored["data"])) == (columns, rows)
+        assert stored["data"][0][stored["columns"].index("change")] == 0
     pictures = sorted(p.name for p in (found / "files/media/images/maps").iterdir())
-    assert [sum(p.startswith(f"blocks.{b}_") for p in pictures) for b in (0, 1)] == [2, 2]
+    assert [sum(p.startswith(f"blocks_0{b}_") for p in pictures) for b in (0, 1)] == [2, 2]
     picture = np.asarray(Image.open(found / "files/media/images/maps" / pictures[0]))
     assert picture.max() == 255  # a float picture would have come out black
     assert len(np.unique(picture)) > 20
+
+
+@pytest.mark.parametrize(
+    ("scheme", "precision"), [("rope", "bf16-true"), ("irpe_qkv", "32"), ("txl", "bf16-true"), ("none", "32")]
+)
+def test_every_scheme_is_drawn_while_it_trains(tiny, scheme, precision):
+    config = tiny("--data.name", "fake", "--logger.maps_every", "1", "--model.rel_pos", scheme,
+                  "--trainer.precision", precision)  # fmt: skip
+    folder = Path(run(config)["folder"])
+    assert (folder / "bias_maps" / "blocks.1.png").is_file() == (scheme != "none")
+    assert ("heads_distance/blocks_01" in (folder / "metrics.csv").read_text()) == (scheme != "none")
+
+
+def test_drawing_changes_nothing_of_a_run_and_fails_on_no_numbers(tiny):
+    options = (
+        "--data.name",
+        "fake",
+        "--model.rel_pos",
+        "txl",
+        "--data.augment",
+        "crop_flip",
+        "--trainer.max_epochs",
+        "2",
+    )
+    drawn, bare = (run(tiny(*options, "--logger.maps_every", every)) for every in ("1", "0"))
+    assert drawn["test/loss"] == bare["test/loss"]
+    net = timm.create_model(f"local-dir:{drawn['folder']}/model", pretrained=True)
+    for block, bad in zip(net.blocks, (float("nan"), float("inf")), strict=True):
+        torch.nn.init.constant_(block.attn.position.query.table_h, bad)
+    seen = probes(net, torch.randn(1, 3, 8, 8))
+    for name, maps in vitrel.term_maps(net, seen).items():
+        assert render(vitrel.plot_term_maps(maps, name)).shape[2] == 3
+    assert len(vitrel.head_numbers(net, seen)) == 4
+    assert "blocks.1" in report(net, seen, [np.zeros((8, 8, 3), dtype=np.uint8)])

@@ -26,14 +26,27 @@ ORDER = [
     "vit",
     "zoo",
     "strips",
+    "ablate",
+    "probe",
     "maps",
+    "measures",
     "plots",
+    "page",
     "originals",
     "convert",
     "relativize",
     "relativized",
 ]
-HEAVY = ["pytorch_lightning", "albumentations", "wandb", "matplotlib", "sklearn", "jsonargparse", "torchmetrics"]
+HEAVY = [
+    "pytorch_lightning",
+    "albumentations",
+    "wandb",
+    "matplotlib",
+    "sklearn",
+    "jsonargparse",
+    "torchmetrics",
+    "plotly",
+]
 
 
 def imported(path):

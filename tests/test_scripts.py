@@ -5,8 +5,10 @@ import runpy
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
+from PIL import Image
 
 from vitrel.training.model import save_model_folder
 
@@ -38,6 +40,17 @@ def test_bias_maps_are_drawn_beside_the_model(run, monkeypatch, capsys):
     assert status in (None, 0)
     assert written.out == f"{run / 'bias_maps' / 'blocks.0.png'}\n"
     assert (run / "bias_maps" / "blocks.0.png").is_file()
+    Image.fromarray(np.zeros((20, 30, 3), dtype=np.uint8)).save(run / "a.png")
+    words = ("bias_maps.py", run / "model", "--pictures", run / "a.png")
+    for more, made in (
+        (["--out", run / "o"], ["o/blocks.0.png", "o/heads.csv"]),
+        (["--html", run / "page.html"], ["page.html"]),
+        (["--together", run / "all.png", "--blocks", 0], ["all.png"]),
+    ):
+        status, written = script(*words, *more, monkeypatch=monkeypatch, capsys=capsys)
+        assert status in (None, 0), written.err
+        assert written.out.split() == [str(run / name) for name in made]
+        assert all((run / name).stat().st_size > 200 for name in made)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +71,23 @@ def test_a_mistake_is_one_line_and_status_2(run, name, spoil, message, monkeypat
     spoil(run)
     words = [run, run.parent / "exported"] if name == "export.py" else [run]
     status, written = script(name, *words, monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 2
+    assert written.out == ""
+    assert written.err.startswith("error: " + message.format(run=run))
+    assert written.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--blocks", 1], "--blocks: there is no block 1, expected 0 to 0"),
+        (["--pictures", "none.png"], "none.png: No such file"),
+        (["--pictures", "{run}/model/config.json"], "{run}/model/config.json: cannot be read as an image"),
+    ],
+)
+def test_what_cannot_be_drawn_is_said(run, words, message, monkeypatch, capsys):
+    words = [str(word).format(run=run) for word in words]
+    status, written = script("bias_maps.py", run, *words, monkeypatch=monkeypatch, capsys=capsys)
     assert status == 2
     assert written.out == ""
     assert written.err.startswith("error: " + message.format(run=run))

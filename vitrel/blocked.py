@@ -142,7 +142,8 @@ class _Plan:
         between = bias[..., self.k_prefix :]
         if "rows" in parts:
             by_line = between.unflatten(-1, (self.k_grid.rows, self.k_grid.cols))
-            torch.add(parts["rows"][..., :, None], parts["cols"][..., None, :], out=by_line)
+            rows = parts["rows"][..., :, None].expand(by_line.shape)  # a bias has one sample, beside a key term's many
+            torch.add(rows, parts["cols"][..., None, :], out=by_line)
         else:
             between.zero_()
         if "key_rows" in parts:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from vitrel.attention import RelativeAttention2d
+from vitrel.position import Position
+from vitrel.probe import Probe, Seen, in_parts, probes, scattered
 from vitrel.relpos import TERMS
 from vitrel.tables import lookup
 
@@ -71,15 +74,125 @@ def coverage(model: nn.Module) -> dict[str, Coverage]:
     return result
 
 
-def _input_free_map(attn: RelativeAttention2d, terms: list[str]) -> Tensor:
-    position, (h, w) = attn.position_terms(attn.grid_size), attn.grid_size
+@dataclass(frozen=True)
+class TermMap:
+    """A map per head of one thing that position does in a block.
+
+    Attributes:
+        title: What it is, in words.
+        unit: Of its values.
+        values: (H, 2h-1, 2w-1), float32 on the CPU, oriented as ``bias_maps``; NaN where no pair of patches was seen.
+        signed: Whether values lie on both sides of zero, as summands of a score do and norms do not.
+        spread: Standard deviation over queries and pictures, of the same shape, if it is a mean.
+    """
+
+    title: str
+    unit: str
+    values: Tensor
+    signed: bool = True
+    spread: Tensor | None = None
+
+
+SCORE = "added to the score"
+
+
+@torch.no_grad()
+def term_maps(model: nn.Module, pictures: Seen | None = None) -> dict[str, dict[str, TermMap]]:
+    """Every map that there is of a model, per block.
+
+    * ``free``: what position adds whatever the picture, as ``bias_maps``: bias and s v.R;
+    * ``query``, ``key``: the mean summand at each offset over the queries of the pictures, with its spread; without
+      pictures the norms of the table's vectors;
+    * ``rotary``: the mean score of turned queries and keys at each offset, with its spread; needs pictures;
+    * ``value``: the norms of V(Δ), of what is added to the output.
+
+    The term u reads no place and has no map.
+
+    Args:
+        model: Any model with ``RelativeAttention2d`` layers.
+        pictures: A batch that the model takes, (B, 3, h, w), normalised (a dozen are enough); or its ``probes``.
+
+    Returns:
+        Block name to the name of a map to ``TermMap``; blocks without any are left out.
+
+    Raises:
+        ValueError: If the patches of the pictures do not fill one grid.
+    """
+    free = bias_maps(model)
+    seen = {} if pictures is None else probes(model, pictures)
+    result: dict[str, dict[str, TermMap]] = {}
+    for name, attn in model.named_modules():
+        if not isinstance(attn, RelativeAttention2d):
+            continue
+        block, maps = name.removesuffix(".attn"), dict[str, TermMap]()
+        if block in free:
+            maps["free"] = TermMap("whatever the picture", SCORE, free[block])
+        if block in seen:
+            maps.update(_expected(seen[block]))
+        maps.update(_norms(attn, [t for t in ("query", "key", "value") if t in attn.rel_pos.terms and t not in maps]))
+        if maps:
+            result[block] = maps
+    return result
+
+
+def _expected(probe: Probe) -> dict[str, TermMap]:
+    """Mean and spread at each offset of the terms that depend on the picture."""
+    h, w = probe.grid.rows, probe.grid.cols
+    keys = probe.grid.coords()[0]
+    heads, size = probe.attn.num_heads, (2 * h - 1) * (2 * w - 1)
+    sums: dict[str, Tensor] = {}
+    count = torch.zeros(size, dtype=torch.float64)
+    for queries, terms in in_parts(probe, scattered(probe.grid)):
+        way = keys[None] - keys[queries][:, None]  # the key's place from the query: a map, not an offset
+        entry = ((way[..., 0] + h - 1) * (2 * w - 1) + way[..., 1] + w - 1).flatten()
+        count.index_add_(0, entry, torch.full(entry.shape, float(len(probe.x)), dtype=torch.float64))
+        shown: dict[str, Tensor] = {t: terms[t] for t in ("query", "key") if t in terms}
+        shown.update((t, terms["content"] + terms[t]) for t in ("rotary", "rotary_mixed") if t in terms)
+        for term, summand in shown.items():
+            both = torch.stack([summand.double().sum(0), summand.double().square().sum(0)]).flatten(2).cpu()
+            sums.setdefault(term, torch.zeros(2, heads, size, dtype=torch.float64)).index_add_(2, entry, both)
+    maps = {}
+    for term, (total, squares) in ((t, s.unbind(0)) for t, s in sums.items()):
+        mean = total / count
+        spread = (squares / count - mean.square()).clamp(min=0).sqrt()
+        mean, spread = (x.unflatten(1, (2 * h - 1, 2 * w - 1)).float() for x in (mean, spread))
+        if term.startswith("rotary"):
+            maps["rotary"] = TermMap("turned query and key, mean", "score", mean, spread=spread)
+        else:
+            maps[term] = TermMap(f"{term} term, mean", SCORE, mean, spread=spread)
+    return maps
+
+
+def _norms(attn: RelativeAttention2d, terms: list[str]) -> dict[str, TermMap]:
+    """Norms of the vectors of tables."""
+    position = attn.position_terms(attn.grid_size)
+    maps = {}
+    for term in terms:
+        norms = table_map(attn, position, term).norm(dim=-1)
+        added = "norm, added to the output" if term == "value" else "norm of the table's vector"
+        maps[term] = TermMap(f"{term} term", added, norms, signed=False)
+    return maps
+
+
+def table_map(attn: RelativeAttention2d, position: Position, term: str) -> Tensor:
+    """The table that a term reads, unscaled, at each place of a map, (H, 2h-1, 2w-1[, d]), float32 on the CPU."""
+    return _read(attn, position, term).float().cpu()
+
+
+def _read(attn: RelativeAttention2d, position: Position, term: str) -> Tensor:
+    h, w = attn.grid_size
     device = attn.proj.weight.device
     dy = torch.arange(-(h - 1), h, device=device)[:, None].expand(-1, 2 * w - 1)
     dx = torch.arange(-(w - 1), w, device=device)[None].expand(2 * h - 1, -1)
-    nothing = torch.empty(0, device=device)
+    return lookup(position.tables[str(TERMS[term].reads)], position.axes, -dy[None], -dx[None])[0]
+
+
+def _input_free_map(attn: RelativeAttention2d, terms: list[str]) -> Tensor:
+    position = attn.position_terms(attn.grid_size)
+    nothing = torch.empty(0, device=attn.proj.weight.device)
     summands = []
     for term in terms:
-        read = lookup(position.tables[TERMS[term].reads], position.axes, -dy[None], -dx[None])
         vector = position.vectors.get(term, nothing)
+        read = _read(attn, position, term)[None]
         summands.append(position.scales[term] * TERMS[term].formula(nothing, nothing, vector, read)[0])
     return torch.stack(summands).sum(0).float().cpu()

@@ -1,4 +1,4 @@
-"""Callbacks of a run: its settings on disk, its seeds per epoch, checkpoints, maps, averaging, one line per epoch."""
+"""Callbacks of a run: its settings on disk, its seeds per epoch, checkpoints, averaging, one line per epoch."""
 
 from __future__ import annotations
 
@@ -9,28 +9,22 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytorch_lightning as pl
 import torch
-from numpy.typing import NDArray
-from PIL import Image
 from pytorch_lightning.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, TQDMProgressBar, WeightAveraging
-from pytorch_lightning.loggers import WandbLogger
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities import rank_zero_only
-from torch import Tensor, nn
+from torch import Tensor
 
-import vitrel
 from vitrel.training.config import dump
 from vitrel.training.data import PictureDataModule
 from vitrel.training.fileio import write_whole
-from vitrel.training.loggers import finish_wandb
+from vitrel.training.loggers import finish_wandb, run_folder
+from vitrel.training.pictures import BiasMaps, StudyTables
 from vitrel.training.settings import TrainConfig
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 def build_callbacks(config: TrainConfig) -> list[Callback]:
@@ -41,7 +35,7 @@ def build_callbacks(config: TrainConfig) -> list[Callback]:
     if saves_checkpoints(config):
         callbacks += best_and_last(validates=config.trainer.get("limit_val_batches", 1.0) != 0)
     if config.logger.maps_every:
-        callbacks.append(BiasMaps(config.logger.maps_every))
+        callbacks += [BiasMaps(config.logger.maps_every), StudyTables()]
     callbacks.append(LearningRateMonitor(logging_interval="step"))
     if config.trainer.get("enable_progress_bar", True) and sys.stdout.isatty():
         callbacks.append(TQDMProgressBar(refresh_rate=10, leave=False))
@@ -92,12 +86,6 @@ class RunCheckpoint(ModelCheckpoint):
             super().load_state_dict({**state_dict, **moved, "dirpath": self.dirpath})
 
 
-def run_folder(trainer: pl.Trainer) -> Path | None:
-    """Where the run writes; None in a trial of a few batches. Every rank has to ask, as they agree on it."""
-    folder = trainer.log_dir
-    return Path(folder) if folder and not getattr(trainer, "fast_dev_run", False) else None
-
-
 class EpochSeed(Callback):
     """Seeds every epoch anew, so that a resumed run draws what it would have drawn without a stop."""
 
@@ -125,50 +113,6 @@ class ConfigWriter(Callback):
         folder = run_folder(trainer)
         if stage == "fit" and folder and trainer.is_global_zero:
             write_whole(folder / "config.yaml", dump(self.config))
-
-
-class BiasMaps(Callback):
-    """Draws the position maps of every block each ``every`` epochs and after the last one.
-
-    They go to ``bias_maps/BLOCK.png`` of the run folder, the newest over the older, and to W&B, which keeps them all.
-    The maps are those of the weights in training, also where an average is kept.
-    """
-
-    def __init__(self, every: int) -> None:
-        self.every = every
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        epoch = trainer.current_epoch + 1
-        folder = run_folder(trainer)
-        if not (epoch % self.every == 0 or epoch == trainer.max_epochs) or trainer.sanity_checking or not folder:
-            return
-        if trainer.is_global_zero:
-            self._draw(trainer, pl_module, folder / "bias_maps")
-
-    def _draw(self, trainer: pl.Trainer, pl_module: pl.LightningModule, folder: Path) -> None:
-        net = pl_module.net
-        assert isinstance(net, nn.Module)
-        maps = vitrel.bias_maps(net)
-        pictures = {name: render(vitrel.plot_bias_maps(maps, blocks=[name])) for name in maps}
-        for name, picture in pictures.items():
-            folder.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(picture).save(folder / f"{name}.png")
-        step = trainer.global_step - 1  # as Lightning counts the metrics of an epoch's end
-        for logger in trainer.loggers:
-            logger.log_metrics({f"maps/{n}_absmax": float(m.abs().max()) for n, m in maps.items()}, step)
-            if isinstance(logger, WandbLogger):
-                for name, picture in pictures.items():
-                    caption = f"epoch {trainer.current_epoch + 1}, largest {float(maps[name].abs().max()):.3g}"
-                    logger.log_image(f"maps/{name}", [picture], step=step, caption=[caption])
-
-
-def render(figure: Figure) -> NDArray[np.uint8]:
-    """A figure as (H, W, 3) uint8 RGB; loggers take floats for something else."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
 class WeightEMA(WeightAveraging):

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+import pytorch_lightning as pl
 import wandb
 from pytorch_lightning.loggers import CSVLogger, Logger, WandbLogger
 from pytorch_lightning.utilities import rank_zero_only
@@ -44,6 +45,12 @@ def wandb_mode(mode: str, environ: Mapping[str, str] = os.environ) -> str:
     if given and given not in _MODES:
         raise ConfigError(f"WANDB_MODE: {given!r} is unknown, expected one of {', '.join(_MODES)}")
     return _MODES.get(given, mode)
+
+
+def run_folder(trainer: pl.Trainer) -> Path | None:
+    """Where the run writes; None in a trial of a few batches. Every rank has to ask, as they agree on it."""
+    folder = trainer.log_dir
+    return Path(folder) if folder and not getattr(trainer, "fast_dev_run", False) else None
 
 
 def finish_wandb() -> None:

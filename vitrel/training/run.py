@@ -25,14 +25,14 @@ from pytorch_lightning.utilities import rank_zero_only
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 import vitrel
-from vitrel.training.callbacks import build_callbacks, duration, run_folder, saves_checkpoints
+from vitrel.training.callbacks import build_callbacks, duration, saves_checkpoints
 from vitrel.training.checkpoint import stored_config
 from vitrel.training.checks import check
 from vitrel.training.config import from_dict, parse
 from vitrel.training.data import PictureDataModule, check_classes
 from vitrel.training.fileio import ConfigError, read_yaml, write_whole
 from vitrel.training.images import DataError
-from vitrel.training.loggers import build_loggers, finish_wandb
+from vitrel.training.loggers import build_loggers, finish_wandb, run_folder
 from vitrel.training.model import build_model, save_model_folder, timm_model
 from vitrel.training.settings import TrainConfig
 from vitrel.training.sources import Source, find_source
@@ -114,6 +114,12 @@ def evaluate(path: str | Path, **overrides: Any) -> dict[str, float]:
         ConfigError: If there is no such run or checkpoint.
         DataError: For data that are missing or damaged.
     """
+    task, data, trainer = open_run(path, **overrides)
+    return dict(trainer.test(task, datamodule=data, verbose=False)[0])
+
+
+def open_run(path: str | Path, **overrides: Any) -> tuple[ClassificationTask, PictureDataModule, pl.Trainer]:
+    """The trained task of a checkpoint or run folder, its data, and a trainer to test it; as ``evaluate``."""
     _quiet()
     path = Path(path)
     if not path.exists():
@@ -139,7 +145,7 @@ def evaluate(path: str | Path, **overrides: Any) -> dict[str, float]:
         logger=False, enable_checkpointing=False, enable_model_summary=False,
         enable_progress_bar=sys.stdout.isatty(), devices=1, **given,
     )  # fmt: skip
-    return dict(trainer.test(task, datamodule=data, verbose=False)[0])
+    return task, data, trainer
 
 
 def main(argv: Sequence[str] | None = None, folders: Sequence[Path] = (), default: str | None = None) -> int:

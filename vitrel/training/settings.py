@@ -131,7 +131,8 @@ class LoggerConfig:
         mode: Weights & Biases: online, offline (files to sync later) or off; WANDB_MODE in the environment wins.
         project: W&B project.
         entity: W&B team or user; null: the account's default.
-        maps_every: Epochs between pictures of the position tables; 0 is off.
+        maps_every: Epochs between pictures of the position tables and numbers per head, after the last of which W&B
+            gets tables of what terms and sizes are worth; 0 is off.
     """
 
     mode: Literal["online", "offline", "off"] = "offline"

@@ -1,0 +1,93 @@
+"""A finished run examined: its test metrics, and on demand terms switched off, other sizes, and class by class."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vitrel.ablate import switchable
+from vitrel.measures import as_csv
+from vitrel.training.fileio import ConfigError, write_whole
+from vitrel.training.run import open_run
+from vitrel.training.studies import Row, Study, as_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def examine(
+    path: str | Path,
+    *,
+    ablate: bool = False,
+    sizes: Sequence[str] = (),
+    per_class: bool = False,
+    out: Path | None = None,
+    **overrides: Any,
+) -> dict[str, list[Row]]:
+    """Prints the test metrics of a run as JSON, then the tables that are asked for, and writes those to files.
+
+    Args:
+        path: As for :func:`~vitrel.training.run.evaluate`.
+        ablate: Switch off each position term.
+        sizes: Input sizes in pixels, ``"48"`` or ``"48x32"`` (rows x columns).
+        per_class: Top-1 of each class.
+        out: Folder for tables and figures; ``evaluation/`` of the run folder by default.
+        **overrides: Data settings to change, for example ``root``.
+
+    Returns:
+        The tables by name: ``ablation``, ``sizes``, ``per_class``.
+
+    Raises:
+        ConfigError: If there is no such run, or it cannot be examined so; before anything is evaluated.
+        DataError: For data that are missing or damaged.
+    """
+    sides = [parse_size(size) for size in sizes]
+    task, data, trainer = open_run(path, **overrides)
+    if ablate and not switchable(task.net):
+        raise ConfigError("--ablate: the model has no position terms to switch off; leave it out")
+    study = Study(task.net, data, trainer.strategy.root_device)
+    study.check(sides)
+    metrics = trainer.test(task, datamodule=data, verbose=False)[0]
+    print(json.dumps(dict(metrics), indent=2))
+    tables: dict[str, list[Row]] = {}
+    if ablate:
+        tables["ablation"] = study.ablation()
+    if sides:
+        tables["sizes"] = study.sizes(sides)
+    if per_class:
+        tables["per_class"] = study.per_class()
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent.parent
+    for name, rows in tables.items():
+        print(f"\n{name.replace('_', ' ')}\n{as_text(rows)}")
+        for file in _write(rows, name, out or folder / "evaluation"):
+            print(file)
+    return tables
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """``48`` or ``48x32`` as (rows, columns) in pixels.
+
+    Raises:
+        ConfigError: For anything else.
+    """
+    match = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", text)
+    if not match:
+        raise ConfigError(f"--sizes: expected pixels such as 48, or 48x32 for rows x columns, got {text!r}")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def _write(rows: list[Row], name: str, folder: Path) -> list[Path]:
+    from vitrel.plots import plot_ablation, plot_sizes
+    from vitrel.training.pictures import png
+
+    figures: dict[str, Figure] = {}
+    if name in ("ablation", "sizes"):
+        figures[name] = (plot_ablation if name == "ablation" else plot_sizes)(rows)
+    table = folder / f"{name}.csv"
+    write_whole(table, as_csv(rows))
+    for stem, figure in figures.items():
+        write_whole(folder / f"{stem}.png", png(figure))
+    return [table, *(folder / f"{stem}.png" for stem in figures)]
