@@ -32,8 +32,7 @@ from vitrel.relpos import CONTENT, TERMS
 from vitrel.rotary import rotate
 from vitrel.tables import lookup
 
-
-KEPT_BYTES = 32 << 20  # per layer: to make a larger bias again takes little of the attention's own time
+KEPT_BYTES = 32 << 20  # per layer; a larger bias is made anew for each call rather than held
 
 
 def reference_terms(q: Tensor, k: Tensor, position: Position, q_grid: Where, k_grid: Where) -> dict[str, Tensor]:
