@@ -88,7 +88,7 @@ def test_a_resumed_run_ends_as_if_it_had_not_stopped(tiny, workers, monkeypatch)
 
     with monkeypatch.context() as patch:
         patch.setattr(EpochSeed, "on_train_epoch_start", _stopping(EpochSeed.on_train_epoch_start))
-        with pytest.raises(InterruptedError):
+        with pytest.raises(KeyError):
             run(tiny(*options, "--name", "stopped"))
     resumed = run(tiny(*options, "--name", "stopped", "--ckpt_path", "last"))
     assert Path(resumed["folder"]).name == "version_1"
@@ -101,7 +101,7 @@ def test_a_resumed_run_ends_as_if_it_had_not_stopped(tiny, workers, monkeypatch)
 def _stopping(real):
     def hook(self, trainer, module):
         if trainer.current_epoch == 2:
-            raise InterruptedError
+            raise KeyError
         real(self, trainer, module)
 
     return hook

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
 from vitrel.training.fileio import ConfigError
 from vitrel.training.model import check_model
@@ -24,8 +23,6 @@ def check(config: TrainConfig) -> None:
         raise ConfigError("data.mean and data.std go together; give both or neither")
     if config.data.download and config.data.name not in ("cifar10", "cifar100"):
         raise ConfigError(f"data.download: only cifar10 and cifar100 can be downloaded, not {config.data.name}")
-    if config.ckpt_path and config.ckpt_path != "last" and not Path(config.ckpt_path).is_file():
-        raise ConfigError(f"ckpt_path: there is no file {config.ckpt_path}; give a .ckpt file or 'last'")
     check_model(config.model)
 
 
@@ -75,6 +72,9 @@ def _ranges(config: TrainConfig) -> Iterator[tuple[str, bool, str, object]]:
     yield "optim.label_smoothing", 0 <= optim.label_smoothing < 1, "a number from 0 to below 1", optim.label_smoothing
     decay = optim.ema_decay
     yield "optim.ema_decay", decay is None or 0 < decay < 1, "a decay between 0 and 1", decay
+    last = trainer.get("max_epochs") if trainer.get("max_epochs") not in (None, -1) else math.inf
+    begins = 0 <= optim.ema_start < last or decay is None
+    yield "optim.ema_start", begins, "0 or more, and less than trainer.max_epochs", optim.ema_start
     yield "logger.maps_every", config.logger.maps_every >= 0, "0 or more", config.logger.maps_every
     for key, least in (("max_epochs", 1), ("max_steps", 1), ("num_nodes", 1), ("accumulate_grad_batches", 1)):
         value = trainer.get(key)

@@ -7,6 +7,7 @@ W&B never asks, never waits long and never ends a run: online needs a key and a 
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -25,17 +26,36 @@ _MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "
           "disabled": "off"}  # fmt: skip
 
 
-def build_loggers(config: TrainConfig) -> list[Logger]:
-    """The CSV logger, which gives the run its folder, and W&B's if it is not off."""
-    csv = CSVLogger(config.runs, name=config.name or config.data.name)
-    _ = csv.version  # settles the folder's number before processes are forked
-    loggers: list[Logger] = [csv]
+def build_loggers(config: TrainConfig, wandb_id: str | None = None) -> list[Logger]:
+    """The CSV logger, which gives the run its folder, and W&B's if it is not off.
+
+    Args:
+        config: The settings.
+        wandb_id: The W&B run to continue; a new one if not given.
+    """
     mode = wandb_mode(config.logger.mode)
+    name = config.name or config.data.name
+    loggers: list[Logger] = [CSVLogger(config.runs, name=name, version=_new_version(Path(config.runs, name)))]
     if mode != "off":
-        logger = _wandb_logger(config, mode)
+        logger = _wandb_logger(config, mode, wandb_id or secrets.token_hex(4))
         if logger is not None:
             loggers.append(logger)
     return loggers
+
+
+def _new_version(folder: Path) -> int | None:
+    """Makes the next ``version_N`` below ``folder``; runs that start at once get one each. None but on rank zero."""
+    if rank_zero_only.rank:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    while True:
+        found = [p.name.removeprefix("version_") for p in folder.glob("version_*")]
+        version = max((int(n) for n in found if n.isdecimal()), default=-1) + 1
+        try:
+            (folder / f"version_{version}").mkdir()
+        except FileExistsError:
+            continue
+        return version
 
 
 def wandb_mode(mode: str, environ: Mapping[str, str] = os.environ) -> str:
@@ -53,13 +73,13 @@ def finish_wandb() -> None:
             wandb.finish()
 
 
-def _wandb_logger(config: TrainConfig, mode: str) -> WandbLogger | None:
+def _wandb_logger(config: TrainConfig, mode: str, run_id: str) -> WandbLogger | None:
     later = f"'wandb sync' its folder below {Path(config.runs) / 'wandb'} later"
     if mode == "online":
         if not _has_key():
             _say(f"W&B: no API key ('wandb login' stores one), so this run is kept offline; {later}")
         else:
-            logger = _logger(config, "online")
+            logger = _logger(config, "online", run_id)
             try:
                 _ = logger.experiment  # connects now, where a failure can still be mended
                 return logger
@@ -72,16 +92,17 @@ def _wandb_logger(config: TrainConfig, mode: str) -> WandbLogger | None:
     except OSError as e:
         _say(f"W&B: not logged, {config.runs} cannot be written ({e.strerror})")
         return None
-    return _logger(config, "offline")
+    return _logger(config, "offline", run_id)
 
 
-def _logger(config: TrainConfig, mode: str) -> WandbLogger:
+def _logger(config: TrainConfig, mode: str, run_id: str) -> WandbLogger:
     logger = WandbLogger(
         name=config.name,
         save_dir=config.runs,
         project=config.logger.project,
         entity=config.logger.entity,
         mode=mode,
+        id=run_id,
         config=config.as_dict(),
         settings=wandb.Settings(init_timeout=INIT_TIMEOUT, silent=True, console="off", disable_git=True),
     )
