@@ -67,17 +67,25 @@ def best_and_last(validates: bool = True) -> list[Callback]:
 class RunCheckpoint(ModelCheckpoint):
     """Of equally good checkpoints the later; a resumed run takes the best and the last along into its own folder."""
 
+    _resumed: str | Path | None = None
+
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        self._stage, self._zero, self._resumed = stage, trainer.is_global_zero, trainer.ckpt_path
+        self._zero, self._resumed = trainer.is_global_zero, None
 
     def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
         tie = current is not None and self.best_model_score is not None and bool(current == self.best_model_score)
         return tie or super().check_monitor_top_k(trainer, current)
 
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:  # a test reads weights only
+            self._resumed = trainer.ckpt_path
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._stage != "fit" or not self.dirpath or not self._resumed:
-            return  # a test reads weights only
+        if not self.dirpath or not self._resumed:
+            return
         resumed, here = Path(self._resumed), Path(self.dirpath)
         if self.monitor is None:
             self._take(resumed, here / "last.ckpt")

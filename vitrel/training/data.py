@@ -77,8 +77,8 @@ class PictureDataModule(pl.LightningDataModule):
 
     def names_of_batch(self, epoch: int, index: int) -> list[str]:
         """The training pictures that this process has read as batch ``index`` of an epoch; the loader is not used."""
-        assert self.trainer is not None
-        loader, split = self.trainer.train_dataloader, self.splits["train"]
+        loader: Any = self.trainer.train_dataloader if self.trainer else None
+        split = self.splits["train"]
         self.order.manual_seed(self._order_seed(epoch))
         torch.empty((), dtype=torch.int64).random_(generator=self.order)  # the loader's own draw, for its workers
         batch = next(itertools.islice(loader.batch_sampler, index, None))

@@ -45,7 +45,7 @@ def build_loggers(config: TrainConfig, wandb_id: str | None = None) -> list[Logg
 
 def _new_version(folder: Path) -> int | None:
     """Makes the next ``version_N`` below ``folder``; runs that start at once get one each. None but on rank zero."""
-    if rank_zero_only.rank:
+    if getattr(rank_zero_only, "rank", 0):
         return None
     folder.mkdir(parents=True, exist_ok=True)
     while True:

@@ -185,7 +185,7 @@ def guarded(work: Callable[[], object]) -> int:
     try:
         work()
     except StoppedError as e:
-        if e.status < 128 or not rank_zero_only.rank:
+        if e.status < 128 or not getattr(rank_zero_only, "rank", 0):
             print(e, file=sys.stderr)
         return e.status
     except (ConfigError, DataError, MisconfigurationException, ProcessRaisedException) as e:
@@ -313,7 +313,10 @@ def _report(trainer: pl.Trainer, results: dict[str, Any]) -> None:
         print(f'import timm, vitrel; model = timm.create_model("local-dir:{model}", pretrained=True)')
 
 
-_NOISE = ("GPU available", "TPU available", "Detected KeyboardInterrupt", "Restor", "Loaded model", "Found current")
+_NOISE = (
+    *("GPU available", "TPU available", "`Trainer.fit` stopped: `max_epochs="),
+    *("Detected KeyboardInterrupt", "Restor", "Loaded model", "Found current"),
+)
 
 
 class _NoAdvice(logging.Filter):

@@ -147,10 +147,11 @@ class ClassificationTask(pl.LightningModule):
         self._skipped_before = self.skipped_steps
 
     def on_train_epoch_end(self) -> None:
-        self.log_dict({f"tables/{name}_norm": norm for name, norm in table_norms(self.net).items()})
+        norms = {f"tables/{name}_norm": norm for name, norm in table_norms(self.net).items()}
+        self.log_dict(norms, sync_dist=True)
         if not self.config.optim.skip_nonfinite:
             return
-        self.log("train/skipped_steps", float(self.skipped_steps))
+        self.log("train/skipped_steps", float(self.skipped_steps), sync_dist=True)
         steps = math.ceil(self.trainer.num_training_batches / self.trainer.accumulate_grad_batches)
         if self.skipped_steps - self._skipped_before >= steps:
             raise NonFiniteError(
