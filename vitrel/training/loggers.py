@@ -1,7 +1,8 @@
 """Loggers of a run: a CSV file always, Weights & Biases online, offline or off.
 
 W&B never asks, never waits long and never ends a run: online needs a key and a server that answers within
-``INIT_TIMEOUT`` seconds, and falls back to offline with one line that says so.
+``INIT_TIMEOUT`` seconds, and falls back to offline with one line that says so; what a slow network has not taken
+``FINISH_TIMEOUT`` seconds after the end stays in the run's folder.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from wandb.errors import Error
 from vitrel.training.fileio import ConfigError
 from vitrel.training.settings import TrainConfig
 
-INIT_TIMEOUT = 15
+INIT_TIMEOUT = 12
+FINISH_TIMEOUT = 300
 _MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "off": "off",
           "disabled": "off"}  # fmt: skip
 
@@ -74,7 +76,18 @@ def finish_wandb() -> None:
 
 
 def _wandb_logger(config: TrainConfig, mode: str, run_id: str) -> WandbLogger | None:
-    later = f"'wandb sync' its folder below {Path(config.runs) / 'wandb'} later"
+    folder = Path(config.runs, "wandb")
+    later = f"'wandb sync' its folder below {folder} later"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        _say(f"W&B: not logged, {folder} cannot be made ({e.strerror})")
+        return None
+    if not os.access(folder, os.W_OK):
+        _say(f"W&B: not logged, {folder} cannot be written")
+        return None
+    _find_a_home(folder)
+    wandb.setup(settings=wandb.Settings(silent=True))
     if mode == "online":
         if not _has_key():
             _say(f"W&B: no API key ('wandb login' stores one), so this run is kept offline; {later}")
@@ -87,12 +100,20 @@ def _wandb_logger(config: TrainConfig, mode: str, run_id: str) -> WandbLogger | 
                 wandb.teardown()  # forgets the attempt, whose settings would otherwise stay
                 reason = " ".join(str(e).split())[:120]
                 _say(f"W&B: the server did not answer ({reason}), so this run is kept offline; {later}")
-    try:
-        Path(config.runs, "wandb").mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        _say(f"W&B: not logged, {config.runs} cannot be written ({e.strerror})")
-        return None
     return _logger(config, "offline", run_id)
+
+
+def _find_a_home(folder: Path) -> None:
+    """W&B logs to the terminal what it cannot log below the user's cache folder; the run's own serves as well."""
+    home = os.environ.get("HOME")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or (Path(home, ".cache") if home else "/dev/null/none"))
+    try:
+        (cache / "wandb").mkdir(parents=True, exist_ok=True)
+        usable = os.access(cache / "wandb", os.W_OK)
+    except OSError:
+        usable = False
+    if not usable:
+        os.environ["XDG_CACHE_HOME"] = str(folder.resolve() / ".cache")
 
 
 def _logger(config: TrainConfig, mode: str, run_id: str) -> WandbLogger:
@@ -104,7 +125,13 @@ def _logger(config: TrainConfig, mode: str, run_id: str) -> WandbLogger:
         mode=mode,
         id=run_id,
         config=config.as_dict(),
-        settings=wandb.Settings(init_timeout=INIT_TIMEOUT, silent=True, console="off", disable_git=True),
+        settings=wandb.Settings(
+            init_timeout=INIT_TIMEOUT,
+            finish_timeout=FINISH_TIMEOUT,
+            silent=True,
+            console="off",
+            disable_git=True,
+        ),
     )
     logger._wandb_init.pop("anonymous", None)  # Lightning always passes it, and W&B warns that it means nothing
     return logger
