@@ -17,6 +17,8 @@ import vitrel
 from vitrel.training import callbacks
 from vitrel.training.callbacks import EpochSeed, WeightEMA, duration, render
 from vitrel.training.config import parse
+from vitrel.training.fileio import ConfigError
+from vitrel.training.model import build_model
 from vitrel.training.run import run
 
 
@@ -69,6 +71,51 @@ def test_the_average_follows_from_the_first_step_and_is_what_validation_sees():
         averages.append(average)
     assert task.seen == [(0.0, 0), (pytest.approx(averages[2]), 3), (pytest.approx(averages[5]), 6)]
     assert float(task.weight.detach()) == pytest.approx(averages[5])
+
+
+def test_an_average_that_begins_later_is_not_seen_before(tmp_path):
+    task, ones = Toy(), torch.utils.data.DataLoader(torch.ones(3))
+    average, saved = WeightEMA(0.2, start=1), []
+    keep = pl.callbacks.LambdaCallback(
+        on_train_epoch_end=lambda trainer, module: (
+            trainer.save_checkpoint(tmp_path / f"{len(saved)}.ckpt") or saved.append(tmp_path / f"{len(saved)}.ckpt")
+        )
+    )
+    toy_trainer(2, callbacks=[average, keep]).fit(task, ones, torch.utils.data.DataLoader(torch.ones(1)))
+    mean = 4.0  # the weight after the first step of the second epoch
+    for n, weight in ((1, 5), (2, 6)):
+        decay = min(0.2, (1 + n) / (10 + n))
+        mean = decay * mean + (1 - decay) * weight
+    assert task.seen == [(0.0, 0), (3.0, 3), (pytest.approx(mean), 6)]
+    first, second = map(torch.load, saved)
+    assert float(first["state_dict"]["weight"]) == 3
+    assert "averaging_state" not in first
+    assert float(second["state_dict"]["weight"]) == pytest.approx(mean)
+    assert float(second["current_model_state"]["weight"]) == 6
+
+    task, average = Toy(), WeightEMA(0.2, start=1)
+    toy_trainer(2, callbacks=[average]).fit(task, ones, torch.utils.data.DataLoader(torch.ones(1)), ckpt_path=saved[0])
+    assert task.seen[-1] == (pytest.approx(mean), 6)
+
+
+def test_an_average_that_would_never_begin_is_refused(tiny):
+    with pytest.raises(
+        ConfigError, match=r"optim.ema_start: expected 0 or more, and less than trainer.max_epochs, got"
+    ):
+        run(tiny("--optim.ema_decay", "0.9", "--optim.ema_start", "1"))
+
+
+def test_buffers_are_copied_and_not_averaged(tiny):
+    config = tiny("--data.name", "fake", "--data.batch_size", "8", "--model.rel_pos", "t5", "--optim.ema_decay", "0.9")
+    folder = Path(run(config)["folder"])
+    stored = torch.load(folder / "checkpoints" / "last.ckpt")
+    buffers = {n for n, _ in build_model(config.model, 10).named_buffers()}
+    live = {k.removeprefix("net."): v for k, v in stored["current_model_state"].items()}
+    mean = {k.removeprefix("net."): v for k, v in stored["state_dict"].items()}
+    kept = buffers & set(live)
+    assert kept  # the offsets of T5's buckets
+    assert all(torch.equal(live[n], mean[n]) for n in kept)
+    assert not torch.equal(live["head.weight"], mean["head.weight"])
 
 
 def test_every_epoch_and_rank_has_its_own_seed():

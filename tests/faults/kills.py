@@ -2,10 +2,10 @@
 
     python tests/faults/kills.py --kills 200 --seed 0
 
-Augmentation, mixup, cutmix, dropped paths, an average of the weights and (in every other trial) loader workers are on. A
-kill is a SIGKILL to the training process. After each one every checkpoint on disk has to be readable, and the run goes
-on with ``--ckpt_path last``; at its end weights, average, optimizer, best checkpoint, test figures and the saved model
-have to be those of the run left alone, to the bit. One process imports everything and forks a child per run.
+Augmentation, mixup, cutmix, dropped paths, an average of the weights and (in every other trial) loader workers are on.
+A kill is a SIGKILL to the training process. After each one every checkpoint on disk has to be readable, and the run
+goes on with ``--ckpt_path last``; at its end weights, average, optimizer, best checkpoint, test figures and the saved
+model have to be those of the run left alone, to the bit. One process imports everything and forks a child per run.
 """
 
 import argparse
