@@ -41,6 +41,7 @@ class Resume:
         epochs: Epochs behind it.
         steps: Optimizer steps behind it.
         num_classes: Classes of its model.
+        skipped_steps: Those of them that were left out.
         wandb_id: Its run at Weights & Biases, if it had one.
     """
 
@@ -48,6 +49,7 @@ class Resume:
     epochs: int
     steps: int
     num_classes: int
+    skipped_steps: int
     wandb_id: str | None
 
     @property
@@ -100,6 +102,7 @@ def read_resume(path: Path, stored: dict[str, Any] | None = None) -> Resume:
         epochs=stored["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"],
         steps=stored["global_step"],
         num_classes=stored["hyper_parameters"]["num_classes"],
+        skipped_steps=stored.get("skipped_steps", 0),
         wandb_id=stored["callbacks"].get("WandbSession", {}).get("id"),
     )
 
@@ -111,11 +114,13 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         ConfigError: If it is not there, cannot be read, or is of another kind.
     """
     try:
+        path.open("rb").close()
+    except OSError as e:
+        raise ConfigError(f"{path}: {e.strerror or e}; give a .ckpt file of a run") from None
+    try:
         stored = torch.load(path, map_location="cpu", weights_only=True)
         stored["hyper_parameters"]["config"]["model"], stored["loops"]["fit_loop"], stored["callbacks"]
         return dict(stored)
-    except OSError as e:
-        raise ConfigError(f"{path}: {e.strerror or e}; give a .ckpt file of a run") from None
     except Exception:  # a file that is cut short or of another kind fails in many ways
         raise ConfigError(f"{path}: damaged, or no checkpoint of a run; take another one of its folder") from None
 

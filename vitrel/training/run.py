@@ -84,13 +84,20 @@ def run(config: TrainConfig) -> dict[str, Any]:
         trainer.fit(task, datamodule=data, ckpt_path=resume.path if resume else None)
         seconds = time.monotonic() - start
         best, folder = _best_checkpoint(trainer), run_folder(trainer)
+        progress = {"epochs": trainer.current_epoch, "steps": trainer.global_step}
         if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
             trainer.loggers = []  # forked processes have taken the loggers with them; the test would start others
             if best:  # and the test loads it in them
                 task.load_state_dict(read_checkpoint(Path(best))["state_dict"])
+                last = read_resume(Path(best).with_name("last.ckpt"))
+                progress, task.skipped_steps = {"epochs": last.epochs, "steps": last.steps}, last.skipped_steps
         metrics = trainer.test(task, datamodule=data, ckpt_path=best, verbose=False)[0]
         results = _results(config, trainer, task, metrics, seconds, best)
-        results |= {"resumed_from": str(resume.path) if resume else None, "folder": str(folder) if folder else None}
+        results |= {
+            **progress,
+            "resumed_from": str(resume.path) if resume else None,
+            "folder": str(folder) if folder else None,
+        }
         if folder and trainer.is_global_zero:
             save_model_folder(task.net, folder / "model", data.classes, inputs.as_data_config())
             write_whole(folder / "results.json", json.dumps(results, indent=2) + "\n")
@@ -252,8 +259,6 @@ def _results(
         "arch": config.model.arch,
         "data": config.data.name,
         "seed": config.seed,
-        "epochs": trainer.current_epoch,
-        "steps": trainer.global_step,
         "seconds": round(seconds, 1),
         "parameters": sum(p.numel() for p in task.net.parameters()),
         "skipped_steps": task.skipped_steps,
