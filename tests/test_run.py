@@ -200,12 +200,12 @@ def test_two_processes_leave_one_run_one_set_of_maps_and_the_best_model(tiny, tm
     results = run(
         tiny("--data.name", "fake", "--data.fake_images", "41", "--data.batch_size", "8", "--trainer.max_epochs", "3",
              "--trainer.devices", "2", "--trainer.strategy", "ddp_fork", "--logger.maps_every", "3",
-             "--optim.lr", "0.01")
+             "--optim.lr", "0.01", "--seed", "3")
     )  # fmt: skip
     folder = Path(results["folder"])
     assert [p.name for p in (tmp_path / "runs" / "fake").iterdir()] == ["version_0"]
     assert (results["processes"], results["global_batch"]) == (2, 16)
-    assert (results["epochs"], results["steps"], results["checkpoint"]) == (3, 9, "best-epoch001.ckpt")
+    assert (results["epochs"], results["steps"], results["checkpoint"]) == (3, 9, "best-epoch000.ckpt")
     (kept,) = (tmp_path / "runs" / "wandb").glob("offline-run-*")
     pictures = sorted(p.name.split("_")[0] for p in (kept / "files/media/images/maps").iterdir())
     assert pictures == ["blocks.0", "blocks.1"]

@@ -320,7 +320,7 @@ def _report(trainer: pl.Trainer, results: dict[str, Any]) -> None:
 
 _NOISE = (
     *("GPU available", "TPU available", "`Trainer.fit` stopped: `max_epochs="),
-    *("Detected KeyboardInterrupt", "Restor", "Loaded model", "Found current"),
+    *("Detected KeyboardInterrupt", "[rank: ", "Restor", "Loaded model", "Found current"),
 )
 
 
@@ -334,8 +334,8 @@ class _NoAdvice(logging.Filter):
 
 def _quiet() -> None:
     """Hides advice that does not apply; warnings that may matter stay."""
-    for name in ("pytorch_lightning.utilities.rank_zero", "pytorch_lightning.callbacks.model_checkpoint"):
-        logger = logging.getLogger(name)
+    for name in ("utilities.rank_zero", "callbacks.model_checkpoint", "trainer.connectors.signal_connector"):
+        logger = logging.getLogger(f"pytorch_lightning.{name}")
         if not any(isinstance(f, _NoAdvice) for f in logger.filters):
             logger.addFilter(_NoAdvice())
     for message in (
