@@ -84,10 +84,12 @@ def test_a_home_that_cannot_be_used_is_replaced(tiny, offline, monkeypatch, tmp_
     assert os.environ["XDG_CACHE_HOME"] == str(tmp_path / "runs" / "wandb" / ".cache")
 
 
-def test_a_resumed_run_continues_its_run_of_wandb(tiny, offline, tmp_path):
+def test_a_resumed_run_continues_its_run_of_wandb(tiny, offline, tmp_path, capsys):
     options = ("--data.name", "fake", "--logger.mode", "offline")
     run(tiny(*options))
     run(tiny(*options, "--trainer.max_epochs", "2", "--ckpt_path", "last"))
+    (line,) = (text for text in capsys.readouterr().out.splitlines()[5:] if "wandb sync" in text)
+    assert line.split("wandb sync ")[1].split() == sorted(map(str, (tmp_path / "runs/wandb").glob("offline-run-*")))
     run(tiny(*options))
     ids = [path.name.rsplit("-", 1)[1] for path in sorted((tmp_path / "runs/wandb").glob("offline-run-*"))]
     assert len(ids) == 3

@@ -56,6 +56,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
     Raises:
         ConfigError: For settings that cannot work, before data are read.
         DataError: For data that are missing or damaged, naming them.
+        StoppedError: After Ctrl-C or SIGTERM, for a loss that is not finite, or files that cannot be written.
     """
     _quiet()
     resume = find_resume(config)
@@ -308,7 +309,9 @@ def _announce(
 def _report(trainer: pl.Trainer, results: dict[str, Any]) -> None:
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger) and getattr(logger.experiment, "offline", False):
-            print(f"W&B kept this run offline; to send it: wandb sync {Path(logger.experiment.dir).parent}")
+            here = Path(logger.experiment.dir).parent.parent
+            parts = sorted(map(str, here.glob(f"offline-run-*-{logger.version}")))  # a resumed run has several
+            print(f"W&B kept this run offline; to send it: wandb sync {' '.join(parts)}")
     folder = results["folder"]
     accuracy = f"test accuracy {results['test/acc']:.4f} (top-5 {results['test/acc5']:.4f})"
     print(f"{accuracy} after {results['epochs']} epochs, {duration(results['seconds'])}")
