@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 from vitrel.training.fileio import ConfigError
 from vitrel.training.model import check_model
@@ -23,6 +24,8 @@ def check(config: TrainConfig) -> None:
         raise ConfigError("data.mean and data.std go together; give both or neither")
     if config.data.download and config.data.name not in ("cifar10", "cifar100"):
         raise ConfigError(f"data.download: only cifar10 and cifar100 can be downloaded, not {config.data.name}")
+    if config.ckpt_path and config.ckpt_path != "last" and not Path(config.ckpt_path).is_file():
+        raise ConfigError(f"ckpt_path: there is no file {config.ckpt_path}; give a .ckpt file or 'last'")
     check_model(config.model)
 
 

@@ -44,7 +44,7 @@ def write_whole(path: Path, content: str | bytes | memoryview) -> None:
         os.replace(beside, path)
     except BaseException as e:
         os.unlink(beside)
-        if isinstance(e, OSError):
+        if isinstance(e, OSError) and e.errno is not None:
             raise OSError(e.errno, e.strerror, str(path)) from None
         raise
 
