@@ -2,9 +2,9 @@
 
     python tests/faults/soak.py --minutes 30 --root DIR
 
-Few batches make an epoch, so that whatever grows per epoch shows. Prints the resident memory in MB minute by minute
-(the median of two samples a second, all processes of the run taken together) and the largest change after the first
-epoch; ends the run by SIGTERM.
+Few batches make an epoch, so that whatever grows per epoch shows. Prints the memory in MB minute by minute (the median
+of samples a second apart, all processes of the run taken together) and the largest change after the first epoch; ends
+the run by SIGTERM.
 """
 
 import argparse
@@ -37,7 +37,11 @@ RUN = [
 
 
 def family(root):
-    """Resident memory in MB of a process and all its descendants, by name; those that end meanwhile are left out."""
+    """Memory in MB of a process and all its descendants as (name, resident, proportional).
+
+    The proportional size divides a page among the processes that share it, as forked loader workers do, so that it adds
+    up to what is in use. Processes that end meanwhile are left out.
+    """
     parents, found = {}, {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -53,9 +57,11 @@ def family(root):
         if ancestor != root:
             continue
         try:
-            status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-            name = "training" if pid == root else status["Name"].strip()
-            found[pid] = (name, int(status["VmRSS"].split()[0]) / 1024)
+            name = "training" if pid == root else Path(f"/proc/{pid}/comm").read_text().strip()
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+            sizes = dict(line.split(":", 1) for line in lines)
+            resident, proportional = (int(sizes[key].split()[0]) / 1024 for key in ("Rss", "Pss"))
+            found[pid] = (name, resident, proportional)
         except (OSError, KeyError, ValueError):
             continue
     return list(found.values())
@@ -72,31 +78,28 @@ def main():
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environ)
         samples, began = [], None
         while process.poll() is None and (began is None or time.monotonic() - began < 60 * args.minutes):
-            time.sleep(0.5)
+            time.sleep(1)
             epochs = Path(output.name).read_text().count("\nepoch ")
             if epochs and began is None:
                 began = time.monotonic()
             if began is not None:
                 seen = family(process.pid)
-                if sum(name == "pt_data_worker" for name, _ in seen) == 4:  # two for each split
+                if sum(name == "pt_data_worker" for name, *_ in seen) == 4:  # two for each split
                     samples.append((int((time.monotonic() - began) // 60), epochs, seen))
         process.send_signal(signal.SIGTERM)
         status = process.wait()
         said = Path(output.name).read_text().splitlines()[-1]
-    minutes = sorted({minute for minute, _, _ in samples})
-    totals = []
-    for minute in minutes:
+    totals = {"resident": [], "proportional": []}
+    for minute in sorted({minute for minute, _, _ in samples}):
         now = [(epochs, seen) for m, epochs, seen in samples if m == minute]
-        total = statistics.median(sum(size for _, size in seen) for _, seen in now)
-        parts = {
-            name: round(statistics.median(sum(s for n, s in seen if n == name) for _, seen in now))
-            for name in sorted({n for _, seen in now for n, _ in seen})
-        }
-        totals.append(total)
-        print(f"minute {minute}: {now[-1][0]} epochs, {total:.0f} MB {parts}")
-    change = max(abs(total / totals[0] - 1) for total in totals)
-    print(json.dumps({"status": status, "said": said, "epochs": samples[-1][1], "largest change": round(change, 4)}))
-    return change > 0.03 or status != 143
+        for column, name in enumerate(totals, start=1):
+            totals[name].append(statistics.median(sum(part[column] for part in seen) for _, seen in now))
+        training = statistics.median(part[1] for _, seen in now for part in seen if part[0] == "training")
+        sizes = ", ".join(f"{name} {values[-1]:.0f} MB" for name, values in totals.items())
+        print(f"minute {minute}: {now[-1][0]} epochs, {sizes}, of the training process resident {training:.0f} MB")
+    changes = {name: round(max(abs(v / values[0] - 1) for v in values), 4) for name, values in totals.items()}
+    print(json.dumps({"status": status, "said": said, "epochs": samples[-1][1], "largest change": changes}))
+    return changes["proportional"] > 0.03 or status != 143
 
 
 if __name__ == "__main__":
