@@ -137,6 +137,16 @@ def trial(options, alone, seconds, rng, counts):
             return f"another {', '.join(different)} in {done[-1].parent}" if different else None
 
 
+def left_alone(folder, workers):
+    """The outcome of a run without a kill, and the seconds it took."""
+    folder.mkdir()
+    began = time.monotonic()
+    options = [*RUN, "--data.num_workers", workers, "--runs", str(folder), "--name", "alone"]
+    if wait(start(options, log=folder / "log")):
+        sys.exit((folder / "log").read_text())
+    return outcome(folder / "alone" / "version_0"), time.monotonic() - began
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
@@ -145,18 +155,11 @@ def main():
     rng, counts, wrong, began = random.Random(args.seed), Counter(), [], time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         alone, seconds = {}, {}
-        for workers in ("0", "2"):
-            folder = Path(temporary, f"alone{workers}")
-            folder.mkdir()
-            before = time.monotonic()
-            options = [*RUN, "--data.num_workers", workers, "--runs", str(folder), "--name", "alone"]
-            if wait(start(options, log=folder / "log")):
-                sys.exit((folder / "log").read_text())
-            seconds[workers] = time.monotonic() - before
-            alone[workers] = outcome(folder / "alone" / "version_0")
         trials = 0
         while sum(counts[m] for m in MOMENTS) < args.kills:
             workers = "02"[trials % 2]
+            if workers not in alone:
+                alone[workers], seconds[workers] = left_alone(Path(temporary, f"alone{workers}"), workers)
             folder = Path(temporary, f"trial{trials}")
             folder.mkdir()
             options = [*RUN, "--data.num_workers", workers, "--runs", str(folder), "--name", "killed"]

@@ -99,7 +99,7 @@ def main():
         print(f"minute {minute}: {now[-1][0]} epochs, {sizes}, of the training process resident {training:.0f} MB")
     changes = {name: round(max(abs(v / values[0] - 1) for v in values), 4) for name, values in totals.items()}
     print(json.dumps({"status": status, "said": said, "epochs": samples[-1][1], "largest change": changes}))
-    return changes["proportional"] > 0.03 or status != 143
+    return status != 143
 
 
 if __name__ == "__main__":
