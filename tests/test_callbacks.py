@@ -21,6 +21,7 @@ from vitrel.probe import probes
 from vitrel.training import pictures as pictures_room
 from vitrel.training.callbacks import EpochSeed, WeightEMA, duration
 from vitrel.training.config import parse
+from vitrel.training.fileio import ConfigError
 from vitrel.training.pictures import render
 from vitrel.training.run import run
 
@@ -38,20 +39,22 @@ def test_a_figure_becomes_eight_bit_rgb():
 
 
 class Toy(pl.LightningModule):
-    """One weight that grows by 1 each step."""
+    """One weight that grows by 1 each step, and two buffers that count and follow the steps."""
 
     def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("twice", torch.zeros(()), persistent=False)
         self.seen = []
 
     def training_step(self, batch, index):
         self.steps += 1
+        self.twice.copy_(2 * self.steps)
         return -self.weight.sum()
 
     def validation_step(self, batch, index):
-        self.seen.append((float(self.weight.detach()), int(self.steps)))
+        self.seen.append((float(self.weight.detach()), int(self.steps), float(self.twice)))
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=1.0)
@@ -72,8 +75,40 @@ def test_the_average_follows_from_the_first_step_and_is_what_validation_sees():
         decay = min(0.2, (1 + n) / (10 + n))
         average = weight if n == 0 else decay * average + (1 - decay) * weight
         averages.append(average)
-    assert task.seen == [(0.0, 0), (pytest.approx(averages[2]), 3), (pytest.approx(averages[5]), 6)]
+    assert task.seen == [(0.0, 0, 0.0), (pytest.approx(averages[2]), 3, 6.0), (pytest.approx(averages[5]), 6, 12.0)]
     assert float(task.weight.detach()) == pytest.approx(averages[5])
+
+
+def test_an_average_that_begins_later_is_not_seen_before(tmp_path):
+    task, ones = Toy(), torch.utils.data.DataLoader(torch.ones(3))
+    average, saved = WeightEMA(0.2, start=1), []
+    keep = pl.callbacks.LambdaCallback(
+        on_train_epoch_end=lambda trainer, module: (
+            trainer.save_checkpoint(tmp_path / f"{len(saved)}.ckpt") or saved.append(tmp_path / f"{len(saved)}.ckpt")
+        )
+    )
+    toy_trainer(2, callbacks=[average, keep]).fit(task, ones, torch.utils.data.DataLoader(torch.ones(1)))
+    mean = 4.0  # the weight after the first step of the second epoch
+    for n, weight in ((1, 5), (2, 6)):
+        decay = min(0.2, (1 + n) / (10 + n))
+        mean = decay * mean + (1 - decay) * weight
+    assert task.seen == [(0.0, 0, 0.0), (3.0, 3, 6.0), (pytest.approx(mean), 6, 12.0)]
+    first, second = map(torch.load, saved)
+    assert float(first["state_dict"]["weight"]) == 3
+    assert "averaging_state" not in first
+    assert float(second["state_dict"]["weight"]) == pytest.approx(mean)
+    assert float(second["current_model_state"]["weight"]) == 6
+
+    task, average = Toy(), WeightEMA(0.2, start=1)
+    toy_trainer(2, callbacks=[average]).fit(task, ones, torch.utils.data.DataLoader(torch.ones(1)), ckpt_path=saved[0])
+    assert task.seen[-1] == (pytest.approx(mean), 6, 12.0)
+
+
+def test_an_average_that_would_never_begin_is_refused(tiny):
+    with pytest.raises(
+        ConfigError, match=r"optim.ema_start: expected 0 or more, and less than trainer.max_epochs, got"
+    ):
+        run(tiny("--optim.ema_decay", "0.9", "--optim.ema_start", "1"))
 
 
 def test_every_epoch_and_rank_has_its_own_seed():

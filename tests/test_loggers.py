@@ -1,5 +1,7 @@
 """CSV always; W&B online, offline or off, without asking, waiting or failing."""
 
+import os
+
 import pytest
 import wandb
 from pytorch_lightning.loggers import CSVLogger, WandbLogger
@@ -7,6 +9,7 @@ from pytorch_lightning.loggers import CSVLogger, WandbLogger
 from vitrel.training import loggers
 from vitrel.training.fileio import ConfigError
 from vitrel.training.loggers import build_loggers, finish_wandb, wandb_mode
+from vitrel.training.run import run
 
 
 @pytest.fixture
@@ -66,7 +69,28 @@ def test_a_stored_key_is_found_without_asking(offline, monkeypatch):
 
 
 def test_a_folder_that_cannot_be_written_ends_no_run(tiny, offline, capsys, tmp_path):
-    (tmp_path / "file").write_text("")
-    config = tiny("--runs", str(tmp_path / "file"))
-    assert [type(x) for x in build_loggers(config)] == [CSVLogger]
-    assert "W&B: not logged" in capsys.readouterr().err
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "wandb").write_text("")
+    assert [type(x) for x in build_loggers(tiny())] == [CSVLogger]
+    expected = f"W&B: not logged, {tmp_path}/runs/wandb cannot be made (File exists)\n"
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize("home", [None, "/dev/null/none"])
+def test_a_home_that_cannot_be_used_is_replaced(tiny, offline, monkeypatch, tmp_path, home):
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.delenv("HOME") if home is None else monkeypatch.setenv("HOME", home)
+    build_loggers(tiny())
+    assert os.environ["XDG_CACHE_HOME"] == str(tmp_path / "runs" / "wandb" / ".cache")
+
+
+def test_a_resumed_run_continues_its_run_of_wandb(tiny, offline, tmp_path, capsys):
+    options = ("--data.name", "fake", "--logger.mode", "offline")
+    run(tiny(*options))
+    run(tiny(*options, "--trainer.max_epochs", "2", "--ckpt_path", "last"))
+    (line,) = (text for text in capsys.readouterr().out.splitlines()[5:] if "wandb sync" in text)
+    assert line.split("wandb sync ")[1].split() == sorted(map(str, (tmp_path / "runs/wandb").glob("offline-run-*")))
+    run(tiny(*options))
+    ids = [path.name.rsplit("-", 1)[1] for path in sorted((tmp_path / "runs/wandb").glob("offline-run-*"))]
+    assert len(ids) == 3
+    assert len(set(ids)) == 2  # the resumed run has the name of the first

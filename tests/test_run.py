@@ -12,10 +12,12 @@ import pytorch_lightning as pl
 import timm
 import torch
 
+from vitrel.relpos import PRESETS
 from vitrel.training.callbacks import EpochSeed
 from vitrel.training.data import PictureDataModule
 from vitrel.training.fileio import ConfigError
 from vitrel.training.run import evaluate, main, run
+from vitrel.training.sources import Fake
 from vitrel.training.task import ClassificationTask
 from vitrel.training.transforms import InputConfig
 
@@ -88,7 +90,7 @@ def test_a_resumed_run_ends_as_if_it_had_not_stopped(tiny, workers, monkeypatch)
 
     with monkeypatch.context() as patch:
         patch.setattr(EpochSeed, "on_train_epoch_start", _stopping(EpochSeed.on_train_epoch_start))
-        with pytest.raises(InterruptedError):
+        with pytest.raises(KeyError):
             run(tiny(*options, "--name", "stopped"))
     resumed = run(tiny(*options, "--name", "stopped", "--ckpt_path", "last"))
     assert Path(resumed["folder"]).name == "version_1"
@@ -101,7 +103,7 @@ def test_a_resumed_run_ends_as_if_it_had_not_stopped(tiny, workers, monkeypatch)
 def _stopping(real):
     def hook(self, trainer, module):
         if trainer.current_epoch == 2:
-            raise InterruptedError
+            raise KeyError
         real(self, trainer, module)
 
     return hook
@@ -161,21 +163,25 @@ class Gather(pl.Callback):
         flat = torch.cat([p.detach().flatten() for p in module.net.parameters()])
         np.save(self.folder / f"weights{trainer.global_rank}.npy", flat.numpy())
         metrics = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
+        assert trainer.global_step == 3
         (self.folder / f"metrics{trainer.global_rank}.json").write_text(json.dumps(metrics))
 
 
-def test_two_processes_agree_and_validate_like_one(tiny, tmp_path):
-    config = tiny("--data.name", "fake", "--data.fake_images", "41", "--model.rel_pos", "txl", "--data.batch_size", "8")
+@pytest.mark.parametrize("preset", PRESETS)
+def test_two_processes_agree_and_validate_like_one(tiny, tmp_path, preset):
+    """Three steps without find_unused_parameters, then the figures on a validation split of odd size."""
+    fake = ("--data.name", "fake", "--data.fake_images", "41", "--data.batch_size", "8", "--model.kwargs.depth", "1")
+    config = tiny(*fake, "--model.rel_pos", preset)
 
     def trainer(**settings):
         return pl.Trainer(
             accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, **settings,
+            enable_model_summary=False, num_sanity_val_steps=0, **settings,
         )  # fmt: skip
 
     task = ClassificationTask(config.as_dict(), 10)
     data = PictureDataModule(config.data, InputConfig.of(task.net, config.data))
-    two = trainer(devices=2, strategy="ddp_fork", max_epochs=2, callbacks=[EpochSeed(0), Gather(tmp_path)])
+    two = trainer(devices=2, strategy="ddp_fork", max_epochs=1, callbacks=[EpochSeed(0), Gather(tmp_path)])
     two.fit(task, datamodule=data)
     first, second = (np.load(tmp_path / f"weights{rank}.npy") for rank in (0, 1))
     assert (first == second).all()
@@ -185,6 +191,29 @@ def test_two_processes_agree_and_validate_like_one(tiny, tmp_path):
         torch.nn.utils.vector_to_parameters(torch.from_numpy(first), task.net.parameters())
     one = trainer(devices=1).validate(task, datamodule=data, verbose=False)[0]
     assert one == pytest.approx(metrics[0], abs=1e-6)
+
+
+def test_two_processes_leave_one_run_one_set_of_maps_and_the_best_model(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    real = Fake.prepare
+    monkeypatch.setattr(Fake, "prepare", lambda self: (tmp_path / f"prepared{os.getpid()}").touch() or real(self))
+    results = run(
+        tiny("--data.name", "fake", "--data.fake_images", "41", "--data.batch_size", "8", "--trainer.max_epochs", "3",
+             "--trainer.devices", "2", "--trainer.strategy", "ddp_fork", "--logger.maps_every", "3",
+             "--optim.lr", "0.01", "--seed", "3")
+    )  # fmt: skip
+    folder = Path(results["folder"])
+    assert [p.name for p in (tmp_path / "runs" / "fake").iterdir()] == ["version_0"]
+    assert (results["processes"], results["global_batch"]) == (2, 16)
+    assert (results["epochs"], results["steps"], results["checkpoint"]) == (3, 9, "best-epoch000.ckpt")
+    (kept,) = (tmp_path / "runs" / "wandb").glob("offline-run-*")
+    pictures = sorted(p.name.split("_")[0] for p in (kept / "files/media/images/maps").iterdir())
+    assert pictures == ["blocks.0", "blocks.1"]
+    assert len(list(tmp_path.glob("prepared*"))) == 2  # by one process for the training, by one for the test
+    exported = timm.create_model(f"local-dir:{folder / 'model'}", pretrained=True).state_dict()
+    assert same(exported, {k.removeprefix("net."): v for k, v in weights(folder, "best-").items()})
+    assert evaluate(folder)["test/acc"] == pytest.approx(results["test/acc"])
+    assert capsys.readouterr().out.count("global batch 16 = 8 x 2 devices") == 1
 
 
 @pytest.mark.parametrize(
@@ -219,10 +248,11 @@ def script(name, *options, cwd, **environ):
 @pytest.mark.slow
 def test_the_scripts_run_from_anywhere_without_key_network_or_terminal(tmp_path):
     options = ("--config", "digits", "--trainer.max_epochs", "1", "--trainer.limit_train_batches", "2")
-    trained = script("train.py", *options, cwd=tmp_path, WANDB_MODE="online")
+    nowhere = {"HOME": "/dev/null/none", "MPLCONFIGDIR": str(tmp_path / "matplotlib")}
+    trained = script("train.py", *options, cwd=tmp_path, WANDB_MODE="online", **nowhere)
     assert trained.returncode == 0, trained.stderr
-    assert "W&B: no API key" in trained.stderr
-    assert "Warning" not in trained.stderr
+    assert trained.stderr.startswith("W&B: no API key")
+    assert trained.stderr.count("\n") == 1
     assert len(trained.stdout.splitlines()) == 6
     assert list((tmp_path / "runs" / "wandb").glob("offline-run-*"))
     tested = script("evaluate.py", "runs/digits/version_0", cwd=tmp_path)

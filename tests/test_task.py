@@ -1,15 +1,20 @@
 """The task: groups, schedule, loss and metrics against values worked out by hand."""
 
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
+from vitrel.relpos import PRESETS
 from vitrel.training.model import build_model
+from vitrel.training.run import StoppedError, run
 from vitrel.training.settings import ModelConfig, OptimConfig
-from vitrel.training.task import ClassificationTask, WarmupCosine, parameter_groups
+from vitrel.training.task import ClassificationTask, WarmupCosine, parameter_groups, table_norms
 
 SMALL = {"depth": 2, "embed_dim": 16, "num_heads": 2}
 
@@ -50,8 +55,30 @@ def test_compiling_changes_no_name_and_no_group(tiny):
     plain = ClassificationTask(tiny("--model.rel_pos", "txl").as_dict(), 3)
     compiled = ClassificationTask(tiny("--model.rel_pos", "txl", "--model.compile", "true").as_dict(), 3)
     assert list(plain.state_dict()) == list(compiled.state_dict())
-    groups = [names_by_group(t.net, parameter_groups(t.net, t.config.optim)) for t in (plain, compiled)]
+    made = [t.configure_optimizers()["optimizer"].param_groups for t in (plain, compiled)]
+    groups = [names_by_group(t.net, g) for t, g in zip((plain, compiled), made, strict=True)]
     assert groups[0] == groups[1]
+    still = {name for group, names in groups[0].items() if group != "decay" for name in names}
+    parameters = dict(plain.net.named_parameters())
+    one_dimensional = {n for n, p in parameters.items() if p.ndim < 2}
+    assert still == plain.net.no_weight_decay() & set(parameters) | one_dimensional
+    assert [g["weight_decay"] for g in made[0] if g["name"] != "decay"] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "pooling",
+    [
+        {"global_pool": "avg"},
+        {"global_pool": "avg", "class_token": True},
+        {"global_pool": "token", "class_token": True},
+        {"global_pool": "map"},
+    ],
+)
+def test_every_parameter_of_every_preset_reaches_the_loss(pooling):
+    for preset in PRESETS:
+        net = build_model(ModelConfig(rel_pos=preset, img_size=8, kwargs={**SMALL, **pooling}), 3)
+        F.cross_entropy(net(torch.randn(2, 3, 8, 8)), torch.tensor([0, 1])).backward()
+        assert [n for n, p in net.named_parameters() if p.grad is None] == [], preset
 
 
 def test_the_schedule_warms_up_and_ends_at_its_floor():
@@ -117,3 +144,98 @@ def test_a_batch_is_learnt_by_heart(tiny):
         optimizer.step()
     assert loss < 0.05
     assert (task(x).argmax(1) == y).all()
+
+
+def test_the_norm_of_a_blocks_tables_is_that_of_all_of_them_as_one_vector():
+    net = build_model(ModelConfig(rel_pos="txl", kwargs=dict(SMALL)), 3)
+    tables = [p for n, p in net.named_parameters() if n in net.position_parameters() and n.startswith("blocks.1.")]
+    assert len(tables) == 4  # table_h, table_w, u, v
+    with torch.no_grad():
+        for value, table in enumerate(tables, start=1):
+            table.fill_(value)
+    norms = table_norms(net)
+    assert list(norms) == ["blocks.0", "blocks.1"]
+    by_hand = math.sqrt(sum(value**2 * table.numel() for value, table in enumerate(tables, start=1)))
+    assert float(norms["blocks.1"]) == pytest.approx(by_hand)
+    assert table_norms(build_model(ModelConfig(rel_pos="none", kwargs=dict(SMALL)), 3)) == {}
+
+
+def test_norms_and_the_global_batch_are_logged(tiny):
+    config = tiny("--data.name", "fake", "--data.batch_size", "8", "--trainer.accumulate_grad_batches", "2",
+                  "--trainer.log_every_n_steps", "1", "--optim.lr", "0.004")  # fmt: skip
+    folder = Path(run(config)["folder"])
+    header, *rows = (line.split(",") for line in (folder / "metrics.csv").read_text().splitlines())
+    columns = {name: [float(row[i]) for row in rows if row[i]] for i, name in enumerate(header)}
+    assert len(columns["train/grad_norm"]) == 3  # five batches, two at a time
+    assert all(norm > 0 for norm in columns["train/grad_norm"])
+    assert len(columns["tables/blocks.0_norm"]) == len(columns["tables/blocks.1_norm"]) == 1
+    assert "global_batch: 16\nlr: 0.004\n" in (folder / "hparams.yaml").read_text()
+
+
+@pytest.fixture
+def white(tmp_path):
+    """Class folders of dark pictures, ten to train with, of which one is white: b/3.png."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 5), ("val", 2)):
+        for name in "ab":
+            (tmp_path / "pictures" / split / name).mkdir(parents=True)
+            for i in range(count):
+                picture = rng.integers(0, 200, (8, 8, 3), dtype=np.uint8)
+                if (split, name, i) == ("train", "b", 3):
+                    picture[:] = 255
+                Image.fromarray(picture).save(tmp_path / "pictures" / split / name / f"{i}.png")
+    return tmp_path / "pictures"
+
+
+def spoilt_by_white(monkeypatch):
+    """A model that answers a white picture with no number."""
+    real = ClassificationTask.forward
+
+    def forward(self, pictures):
+        low = pictures.amin(dim=(1, 2, 3))
+        return torch.where((low > 0)[:, None], torch.nan, real(self, pictures))
+
+    monkeypatch.setattr(ClassificationTask, "forward", forward)
+
+
+NUMBERS = ("--data.name", "folder", "--data.batch_size", "2", "--model.rel_pos", "txl", "--trainer.max_epochs", "2",
+           "--data.mean", "[0.9, 0.9, 0.9]", "--data.std", "[1, 1, 1]", "--optim.lr", "0.003")  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_loss_that_is_no_number_stops_the_run_and_names_the_picture(tiny, white, monkeypatch, workers):
+    spoilt_by_white(monkeypatch)
+    config = tiny(*NUMBERS, "--data.root", str(white), "--data.num_workers", workers)
+    with pytest.raises(StoppedError) as stopped:
+        run(config)
+    message = str(stopped.value)
+    assert stopped.value.status == 1
+    assert message.startswith("error: the loss is nan in step ")
+    assert " (epoch 1); learning rates 0." in message
+    assert "; largest table entry 0." in message
+    assert f"; pictures: {white}/train/b/3.png. Lower optim.lr" in message
+    assert message.endswith("; nothing is saved, since no epoch was complete")
+    assert "\n" not in message
+
+
+def test_steps_without_a_number_are_left_out_where_asked_and_counted(tiny, white, monkeypatch):
+    spoilt_by_white(monkeypatch)
+    config = tiny(*NUMBERS, "--data.root", str(white), "--optim.skip_nonfinite", "true")
+    results = run(config)
+    assert results["skipped_steps"] == 2  # one in each epoch
+    assert results["steps"] == 10
+    weights = torch.load(Path(results["folder"], "checkpoints", "last.ckpt"))
+    assert all(v.isfinite().all() for v in weights["state_dict"].values())
+    assert weights["skipped_steps"] == 2
+    rows = Path(results["folder"], "metrics.csv").read_text()
+    assert "train/skipped_steps" in rows.splitlines()[0]
+    more = tiny(*NUMBERS, "--data.root", str(white), "--optim.skip_nonfinite", "true",
+                "--trainer.max_epochs", "3", "--ckpt_path", "last")  # fmt: skip
+    assert run(more)["skipped_steps"] == 3
+
+
+def test_an_epoch_without_a_single_good_step_stops(tiny, monkeypatch):
+    monkeypatch.setattr(ClassificationTask, "forward", lambda self, x: self.net(x) * torch.nan)
+    with pytest.raises(StoppedError, match=r"error: no step of epoch 1 had a finite loss and gradient; largest table"):
+        run(tiny("--data.name", "fake", "--optim.skip_nonfinite", "true", "--trainer.num_sanity_val_steps", "0",
+                 "--trainer.limit_val_batches", "0"))  # fmt: skip

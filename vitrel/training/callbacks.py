@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-import shutil
 import sys
 import time
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ import numpy as np
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, TQDMProgressBar, WeightAveraging
+from pytorch_lightning.loggers import WandbLogger
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities import rank_zero_only
 from torch import Tensor
@@ -29,9 +29,9 @@ from vitrel.training.settings import TrainConfig
 
 def build_callbacks(config: TrainConfig) -> list[Callback]:
     """The callbacks that the settings ask for."""
-    callbacks: list[Callback] = [EpochSeed(config.seed), ConfigWriter(config), EpochLine(), FinishLoggers()]
+    callbacks: list[Callback] = [EpochSeed(config.seed), ConfigWriter(config), EpochLine(), WandbSession()]
     if config.optim.ema_decay is not None:
-        callbacks.append(WeightEMA(config.optim.ema_decay))
+        callbacks.append(WeightEMA(config.optim.ema_decay, config.optim.ema_start))
     if saves_checkpoints(config):
         callbacks += best_and_last(validates=config.trainer.get("limit_val_batches", 1.0) != 0)
     if config.logger.maps_every:
@@ -60,30 +60,43 @@ def best_and_last(validates: bool = True) -> list[Callback]:
 
 
 class RunCheckpoint(ModelCheckpoint):
-    """Of equally good checkpoints the later; a resumed run takes the best one along into its own folder."""
+    """Of equally good checkpoints the later; a resumed run takes the best and the last along into its own folder."""
+
+    _resumed: str | Path | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        self._stage, self._zero = stage, trainer.is_global_zero
+        self._zero, self._resumed = trainer.is_global_zero, None
 
     def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
         tie = current is not None and self.best_model_score is not None and bool(current == self.best_model_score)
         return tie or super().check_monitor_top_k(trainer, current)
 
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:  # a test reads weights only
+            self._resumed = trainer.ckpt_path
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._stage != "fit":
-            return  # a test reads weights only
-        if state_dict["dirpath"] == self.dirpath:
-            super().load_state_dict(state_dict)
+        if not self.dirpath or not self._resumed:
             return
-        best, score = Path(state_dict["best_model_path"]), state_dict["best_model_score"]
-        if self.dirpath and score is not None and best.is_file():
-            here = str(Path(self.dirpath) / best.name)
-            if self._zero:
-                Path(self.dirpath).mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(best, here)
-            moved = {"best_model_path": here, "kth_best_model_path": here, "best_k_models": {here: score}}
+        resumed, here = Path(self._resumed), Path(self.dirpath)
+        if self.monitor is None:
+            self._take(resumed, here / "last.ckpt")
+            self.best_model_path = str(here / "last.ckpt")
+            return
+        stored, score = Path(state_dict["best_model_path"]), state_dict["best_model_score"]
+        best = next((p for p in (resumed.with_name(stored.name), stored) if p.is_file()), None)
+        if score is not None and best is not None:
+            self._take(best, here / best.name)
+            path = str(here / best.name)
+            moved = {"best_model_path": path, "kth_best_model_path": path, "best_k_models": {path: score}}
             super().load_state_dict({**state_dict, **moved, "dirpath": self.dirpath})
+
+    def _take(self, source: Path, target: Path) -> None:
+        if self._zero and source.resolve() != target.resolve():
+            write_whole(target, source.read_bytes())
 
 
 class EpochSeed(Callback):
@@ -104,7 +117,7 @@ class EpochSeed(Callback):
 
 
 class ConfigWriter(Callback):
-    """Writes the resolved settings to ``config.yaml`` of the run folder."""
+    """Writes the resolved settings to ``config.yaml`` of the run folder, and the global batch to the loggers."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
@@ -113,16 +126,24 @@ class ConfigWriter(Callback):
         folder = run_folder(trainer)
         if stage == "fit" and folder and trainer.is_global_zero:
             write_whole(folder / "config.yaml", dump(self.config))
+        for logger in trainer.loggers if stage == "fit" else []:
+            logger.log_hyperparams({"global_batch": global_batch(self.config, trainer), "lr": self.config.optim.lr})
+
+
+def global_batch(config: TrainConfig, trainer: pl.Trainer) -> int:
+    """Images per optimizer step, over all devices: what the learning rate is stated for."""
+    return config.data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
 
 
 class WeightEMA(WeightAveraging):
-    """Exponential moving average of the weights, used by validation, checkpoints and the final model.
+    """Exponential moving average of the weights, used by validation, checkpoints and the final model once it has begun.
 
-    The decay grows as (1 + n) / (10 + n) up to ``decay`` with the number of updates n: the average follows the weights
-    from the first step on, and is never the untrained copy it started from. Buffers are copied, not averaged.
+    It begins as a copy of the weights after the first step of epoch ``start``; until then validation and checkpoints
+    have the weights in training. The decay grows as (1 + n) / (10 + n) up to ``decay`` with the number of updates n.
+    Buffers are copied, not averaged.
     """
 
-    def __init__(self, decay: float) -> None:
+    def __init__(self, decay: float, start: int = 0) -> None:
         def average(averaged: Iterable[Tensor], current: Iterable[Tensor], updates: Tensor | int) -> None:
             n = int(updates)
             part = 1 - min(decay, (1 + n) / (10 + n))
@@ -130,12 +151,42 @@ class WeightEMA(WeightAveraging):
                 mean.lerp_(value.to(mean.dtype), part)
 
         super().__init__(use_buffers=False, multi_avg_fn=average)
+        self.start, self._epoch = start, 0
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is an average."""
+        return self._average_model is not None and bool(self._average_model.n_averaged > 0)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._epoch = trainer.current_epoch
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return step_idx is not None and self._epoch >= self.start
+
+    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.begun:
+            super().on_validation_epoch_start(trainer, pl_module)
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.begun:
+            super().on_validation_epoch_end(trainer, pl_module)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.begun:
+            super().on_train_end(trainer, pl_module)
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if self.begun:
+            super().on_save_checkpoint(trainer, pl_module, checkpoint)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         # In a test the checkpoint's weights, which are the average, are the wanted ones.
-        if trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn == TrainerFn.FITTING and "averaging_state" in checkpoint:
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
 
 
@@ -161,8 +212,21 @@ class EpochLine(Callback):
         _print(trainer, "  ".join(parts))
 
 
-class FinishLoggers(Callback):
-    """Closes W&B in a process that a strategy forked or spawned; it would lose what it has not written."""
+class WandbSession(Callback):
+    """Keeps the identity of the W&B run in the checkpoints, so that a resumed run continues it.
+
+    In a process that a strategy forked or spawned it also closes W&B, which would lose what it has not written.
+    """
+
+    def __init__(self) -> None:
+        self.id: str | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        ids = [logger.version for logger in trainer.loggers if isinstance(logger, WandbLogger)]
+        self.id = ids[0] if ids else self.id
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"id": self.id}
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if multiprocessing.parent_process() is not None:

@@ -141,6 +141,9 @@ def _ranges(config: TrainConfig) -> Iterator[tuple[str, bool, str, object]]:
     yield "optim.label_smoothing", 0 <= optim.label_smoothing < 1, "a number from 0 to below 1", optim.label_smoothing
     decay = optim.ema_decay
     yield "optim.ema_decay", decay is None or 0 < decay < 1, "a decay between 0 and 1", decay
+    last = trainer.get("max_epochs")
+    begins = optim.ema_start >= 0 and (decay is None or last in (None, -1) or optim.ema_start < last)
+    yield "optim.ema_start", begins, "0 or more, and less than trainer.max_epochs", optim.ema_start
     yield "logger.maps_every", config.logger.maps_every >= 0, "0 or more", config.logger.maps_every
     for key, least in (("max_epochs", 1), ("max_steps", 1), ("num_nodes", 1), ("accumulate_grad_batches", 1)):
         value = trainer.get(key)

@@ -122,21 +122,24 @@ def _parse(tree: dict[str, Any], options: list[str]) -> TrainConfig:
 def _with_checkpoint(tree: dict[str, Any], options: list[str]) -> dict[str, Any]:
     """Puts the settings of the saved model that ``model.checkpoint`` names below the given ones.
 
-    A checkpoint among the options also goes before what the file says of the model's body.
+    A checkpoint among the options also goes before what the file says of the model's body. A resumed run has its own
+    checkpoint, which knows the model: what it began from is not needed any more, and may be gone.
     """
     model = tree.get("model", {})
     pre = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     pre.add_argument("--model.checkpoint", dest="checkpoint")
+    pre.add_argument("--ckpt_path", default=tree.get("ckpt_path"))
     try:
-        given = pre.parse_known_args(options)[0].checkpoint
+        options_given = pre.parse_known_args(options)[0]
     except argparse.ArgumentError as e:
         raise ConfigError(f"model.checkpoint: {e.message}") from None
+    given, resumes = options_given.checkpoint, options_given.ckpt_path not in (None, "null")
     if given not in (None, "null"):
-        stored = stored_settings(given)
-        kept = {k: v for k, v in model.items() if not stored or k not in ("arch", "rel_pos", "patch_size", "kwargs")}
-        return {**tree, "model": {**stored, **kept}}
+        stored = {} if resumes else stored_settings(given)
+        body = ("arch", "rel_pos", "patch_size", "kwargs") if stored or resumes else ()
+        return {**tree, "model": {**stored, **{k: v for k, v in model.items() if k not in body}}}
     # A resolved config has an arch, and may have lost the folder.
-    if isinstance(model.get("checkpoint"), str) and "arch" not in model:
+    if isinstance(model.get("checkpoint"), str) and "arch" not in model and not resumes:
         return {**tree, "model": {**stored_settings(model["checkpoint"]), **model}}
     return tree
 

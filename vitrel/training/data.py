@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -81,7 +82,21 @@ class PictureDataModule(pl.LightningDataModule):
         """Seeds order and loader workers of an epoch, once: a resumed epoch starts as it would have without a stop."""
         if self._seeded != epoch:
             self._seeded = epoch
-            self.order.manual_seed(int(np.random.SeedSequence([self.seed, epoch]).generate_state(1)[0]))
+            self.order.manual_seed(self._order_seed(epoch))
+
+    def names_of_batch(self, epoch: int, index: int) -> list[str]:
+        """The training pictures that this process has read as batch ``index`` of an epoch; the loader is not used."""
+        loader: Any = self.trainer.train_dataloader if self.trainer else None
+        split = self.splits["train"]
+        self.order.manual_seed(self._order_seed(epoch))
+        torch.empty((), dtype=torch.int64).random_(generator=self.order)  # the loader's own draw, for its workers
+        batch = next(itertools.islice(loader.batch_sampler, index, None))
+        names, root = getattr(split.pictures, "names", None), getattr(split.pictures, "root", None)
+        indices = [int(split.indices[i]) for i in batch]
+        return [f"{root}/{names[i]}" if names else f"picture {i} of {self.config.name}" for i in indices]
+
+    def _order_seed(self, epoch: int) -> int:
+        return int(np.random.SeedSequence([self.seed, epoch]).generate_state(1)[0])
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, int]]:
         self._seeded = None

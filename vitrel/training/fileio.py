@@ -30,18 +30,26 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in words)
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes beside ``path`` and renames, so that a reader never meets half a file."""
+def write_whole(path: Path, content: str | bytes | memoryview) -> None:
+    """Writes beside ``path`` and renames, so that a reader never meets half a file.
+
+    Raises:
+        OSError: Naming ``path`` if it cannot be written; what was there stays.
+    """
     data = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, beside = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as f:
             f.write(data)
+            f.flush()
+            os.fsync(f.fileno())  # else a power cut may leave the new name on an empty file
         os.chmod(beside, 0o644)  # mkstemp makes files that only the owner can read
         os.replace(beside, path)
-    except BaseException:
+    except BaseException as e:
         os.unlink(beside)
+        if isinstance(e, OSError) and e.errno is not None:
+            raise OSError(e.errno, e.strerror, str(path)) from None
         raise
 
 

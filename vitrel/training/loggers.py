@@ -1,12 +1,14 @@
 """Loggers of a run: a CSV file always, Weights & Biases online, offline or off.
 
 W&B never asks, never waits long and never ends a run: online needs a key and a server that answers within
-``INIT_TIMEOUT`` seconds, and falls back to offline with one line that says so.
+``INIT_TIMEOUT`` seconds, and falls back to offline with one line that says so; what a slow network has not taken
+``FINISH_TIMEOUT`` seconds after the end stays in the run's folder.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,22 +23,42 @@ from wandb.errors import Error
 from vitrel.training.fileio import ConfigError
 from vitrel.training.settings import TrainConfig
 
-INIT_TIMEOUT = 15
+INIT_TIMEOUT = 12
+FINISH_TIMEOUT = 300
 _MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "off": "off",
           "disabled": "off"}  # fmt: skip
 
 
-def build_loggers(config: TrainConfig) -> list[Logger]:
-    """The CSV logger, which gives the run its folder, and W&B's if it is not off."""
-    csv = CSVLogger(config.runs, name=config.name or config.data.name)
-    _ = csv.version  # settles the folder's number before processes are forked
-    loggers: list[Logger] = [csv]
+def build_loggers(config: TrainConfig, wandb_id: str | None = None) -> list[Logger]:
+    """The CSV logger, which gives the run its folder, and W&B's if it is not off.
+
+    Args:
+        config: The settings.
+        wandb_id: The W&B run to continue; a new one if not given.
+    """
     mode = wandb_mode(config.logger.mode)
+    name = config.name or config.data.name
+    loggers: list[Logger] = [CSVLogger(config.runs, name=name, version=_new_version(Path(config.runs, name)))]
     if mode != "off":
-        logger = _wandb_logger(config, mode)
+        logger = _wandb_logger(config, mode, wandb_id or secrets.token_hex(4))
         if logger is not None:
             loggers.append(logger)
     return loggers
+
+
+def _new_version(folder: Path) -> int | None:
+    """Makes the next ``version_N`` below ``folder``; runs that start at once get one each. None but on rank zero."""
+    if getattr(rank_zero_only, "rank", 0):
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    while True:
+        found = [p.name.removeprefix("version_") for p in folder.glob("version_*")]
+        version = max((int(n) for n in found if n.isdecimal()), default=-1) + 1
+        try:
+            (folder / f"version_{version}").mkdir()
+        except FileExistsError:
+            continue
+        return version
 
 
 def wandb_mode(mode: str, environ: Mapping[str, str] = os.environ) -> str:
@@ -60,13 +82,24 @@ def finish_wandb() -> None:
             wandb.finish()
 
 
-def _wandb_logger(config: TrainConfig, mode: str) -> WandbLogger | None:
-    later = f"'wandb sync' its folder below {Path(config.runs) / 'wandb'} later"
+def _wandb_logger(config: TrainConfig, mode: str, run_id: str) -> WandbLogger | None:
+    folder = Path(config.runs, "wandb")
+    later = f"'wandb sync' its folder below {folder} later"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        _say(f"W&B: not logged, {folder} cannot be made ({e.strerror})")
+        return None
+    if not os.access(folder, os.W_OK):
+        _say(f"W&B: not logged, {folder} cannot be written")
+        return None
+    _find_a_home(folder)
+    wandb.setup(settings=wandb.Settings(silent=True))
     if mode == "online":
         if not _has_key():
             _say(f"W&B: no API key ('wandb login' stores one), so this run is kept offline; {later}")
         else:
-            logger = _logger(config, "online")
+            logger = _logger(config, "online", run_id)
             try:
                 _ = logger.experiment  # connects now, where a failure can still be mended
                 return logger
@@ -74,23 +107,38 @@ def _wandb_logger(config: TrainConfig, mode: str) -> WandbLogger | None:
                 wandb.teardown()  # forgets the attempt, whose settings would otherwise stay
                 reason = " ".join(str(e).split())[:120]
                 _say(f"W&B: the server did not answer ({reason}), so this run is kept offline; {later}")
+    return _logger(config, "offline", run_id)
+
+
+def _find_a_home(folder: Path) -> None:
+    """W&B logs to the terminal what it cannot log below the user's cache folder; the run's own serves as well."""
+    home = os.environ.get("HOME")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or (Path(home, ".cache") if home else "/dev/null/none"))
     try:
-        Path(config.runs, "wandb").mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        _say(f"W&B: not logged, {config.runs} cannot be written ({e.strerror})")
-        return None
-    return _logger(config, "offline")
+        (cache / "wandb").mkdir(parents=True, exist_ok=True)
+        usable = os.access(cache / "wandb", os.W_OK)
+    except OSError:
+        usable = False
+    if not usable:
+        os.environ["XDG_CACHE_HOME"] = str(folder.resolve() / ".cache")
 
 
-def _logger(config: TrainConfig, mode: str) -> WandbLogger:
+def _logger(config: TrainConfig, mode: str, run_id: str) -> WandbLogger:
     logger = WandbLogger(
         name=config.name,
         save_dir=config.runs,
         project=config.logger.project,
         entity=config.logger.entity,
         mode=mode,
+        id=run_id,
         config=config.as_dict(),
-        settings=wandb.Settings(init_timeout=INIT_TIMEOUT, silent=True, console="off", disable_git=True),
+        settings=wandb.Settings(
+            init_timeout=INIT_TIMEOUT,
+            finish_timeout=FINISH_TIMEOUT,
+            silent=True,
+            console="off",
+            disable_git=True,
+        ),
     )
     logger._wandb_init.pop("anonymous", None)  # Lightning always passes it, and W&B warns that it means nothing
     return logger

@@ -9,10 +9,11 @@ import dataclasses
 import json
 import logging
 import platform
+import re
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,15 @@ import pytorch_lightning as pl
 import timm
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.loggers import WandbLogger
+from pytorch_lightning.loggers import CSVLogger, WandbLogger
+from pytorch_lightning.loggers.logger import DummyLogger
+from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
 from pytorch_lightning.utilities import rank_zero_only
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from pytorch_lightning.utilities.exceptions import MisconfigurationException, SIGTERMException
+from torch.multiprocessing import ProcessRaisedException
 
 import vitrel
-from vitrel.training.callbacks import build_callbacks, duration, saves_checkpoints
+from vitrel.training.callbacks import build_callbacks, duration, global_batch, saves_checkpoints
 from vitrel.training.checkpoint import stored_config
 from vitrel.training.checks import check
 from vitrel.training.config import from_dict, parse
@@ -34,9 +38,10 @@ from vitrel.training.fileio import ConfigError, read_yaml, write_whole
 from vitrel.training.images import DataError
 from vitrel.training.loggers import build_loggers, finish_wandb, run_folder
 from vitrel.training.model import build_model, save_model_folder, timm_model
+from vitrel.training.resume import Resume, WholeCheckpointIO, find_resume, read_checkpoint, read_resume
 from vitrel.training.settings import TrainConfig
 from vitrel.training.sources import Source, find_source
-from vitrel.training.task import ClassificationTask
+from vitrel.training.task import ClassificationTask, NonFiniteError
 from vitrel.training.transforms import InputConfig
 
 
@@ -52,11 +57,17 @@ def run(config: TrainConfig) -> dict[str, Any]:
     Raises:
         ConfigError: For settings that cannot work, before data are read.
         DataError: For data that are missing or damaged, naming them.
+        StoppedError: After Ctrl-C or SIGTERM, for a loss that is not finite, or files that cannot be written.
     """
     _quiet()
+    resume = find_resume(config)
     check(config)
-    resume = _find_checkpoint(config)
     source = find_source(config.data)
+    if resume and resume.num_classes != len(source.classes):
+        raise ConfigError(
+            f"ckpt_path: {resume.path} knows {resume.num_classes} classes, the data have {len(source.classes)}; give"
+            " the data that it was trained on, or start from it with --model.checkpoint"
+        )
     _check_data(source, resume)
     config = dataclasses.replace(config, ckpt_path=None)  # what is written down can be run again
     pl.seed_everything(config.seed, workers=True, verbose=False)
@@ -68,19 +79,27 @@ def run(config: TrainConfig) -> dict[str, Any]:
     data = PictureDataModule(config.data, inputs, source, seed=config.seed)
     task = ClassificationTask(config.as_dict(), len(source.classes), net)
     trainer = _trainer(config)
-    _announce(config, trainer, net, inputs)
+    if not getattr(trainer, "fast_dev_run", False):
+        trainer.loggers = build_loggers(config, resume.wandb_id if resume else None)
+    _announce(config, trainer, net, inputs, resume)
 
     start = time.monotonic()
     try:
-        trainer.fit(task, datamodule=data, ckpt_path=resume)
-        if trainer.interrupted:
-            raise KeyboardInterrupt
+        trainer.fit(task, datamodule=data, ckpt_path=resume.path if resume else None)
         seconds = time.monotonic() - start
         best, folder = _best_checkpoint(trainer), run_folder(trainer)
-        if trainer.strategy.launcher is not None and trainer.strategy.launcher.is_interactive_compatible:
+        progress = {"epochs": trainer.current_epoch, "steps": trainer.global_step}
+        if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
             trainer.loggers = []  # forked processes have taken the loggers with them; the test would start others
+            if best:  # and the test loads it in them
+                task.load_state_dict(read_checkpoint(Path(best))["state_dict"])
+                last = read_resume(Path(best).with_name("last.ckpt"))
+                progress, task.skipped_steps = {"epochs": last.epochs, "steps": last.steps}, last.skipped_steps
         metrics = trainer.test(task, datamodule=data, ckpt_path=best, verbose=False)[0]
-        results = _results(config, trainer, net, metrics, seconds, best) | {
+        results = _results(config, trainer, task, metrics, seconds, best)
+        results |= {
+            **progress,
+            "resumed_from": str(resume.path) if resume else None,
             "tested_on": source.tested_on,
             "skipped_files": len(source.skipped),
             "folder": str(folder) if folder else None,
@@ -89,18 +108,48 @@ def run(config: TrainConfig) -> dict[str, Any]:
             save_model_folder(task.net, folder / "model", data.classes, inputs.as_data_config())
             write_whole(folder / "results.json", json.dumps(results, indent=2) + "\n")
         _report(trainer, results)
+    except (KeyboardInterrupt, SystemExit) as e:
+        status = 143 if isinstance(e, SIGTERMException) or trainer.received_sigterm else 130
+        raise StoppedError(f"stopped: {_saved(trainer, resume)}", status) from None
+    except (NonFiniteError, OSError) as e:
+        problem = f"{e.filename or config.runs}: {e.strerror or e}" if isinstance(e, OSError) else str(e)
+        raise StoppedError(f"error: {problem}; {_saved(trainer, resume)}", 1) from e
     finally:
         finish_wandb()
     return results
 
 
 @rank_zero_only
-def _check_data(source: Source, resume: str | None) -> None:
+def _check_data(source: Source, resume: Resume | None) -> None:
     """Finds what is wrong with the data before a run folder is made; other processes wait before they open them."""
     source.prepare()
     source.check()
     if resume:
-        check_classes(resume, read_checkpoint(Path(resume)), source.classes)
+        check_classes(resume.path, read_checkpoint(Path(resume.path)), source.classes)
+
+
+class StoppedError(RuntimeError):
+    """A run that has begun and cannot go on, or was told to stop.
+
+    Attributes:
+        status: Exit status of the command line: 130 after Ctrl-C, 143 after SIGTERM, 1 for a loss that is not finite or
+            files that cannot be written.
+    """
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def _saved(trainer: pl.Trainer, resume: Resume | None) -> str:
+    """What a run that has ended early leaves, and how to go on. Asks no other process."""
+    folders = [logger.log_dir for logger in trainer.loggers if isinstance(logger, CSVLogger)]
+    paths = [Path(folder, "checkpoints", "last.ckpt") for folder in folders] + ([resume.path] if resume else [])
+    for path in paths:
+        if path.is_file():
+            epochs = read_resume(path).epochs
+            return f"{epochs} epochs are saved in {path}; --ckpt_path last goes on from there"
+    return "nothing is saved, since no epoch was complete"
 
 
 def evaluate(path: str | Path, **overrides: Any) -> dict[str, float]:
@@ -157,28 +206,41 @@ def main(argv: Sequence[str] | None = None, folders: Sequence[Path] = (), defaul
         default: The config taken when the options name none.
 
     Returns:
-        The exit status: 0, 2 for a mistake in settings or data, 130 after Ctrl-C.
+        The exit status: 0, 2 for a mistake in settings or data, or that of :class:`StoppedError`.
     """
     return guarded(lambda: run(parse(sys.argv[1:] if argv is None else argv, folders, default)))
 
 
-def guarded(work: Any) -> int:
-    """Calls ``work``; a mistake of the user becomes one line on the error stream and status 2."""
+def guarded(work: Callable[[], object]) -> int:
+    """Calls ``work``; what the user has to know becomes one line on the error stream and a status that is not 0."""
     try:
         work()
-    except (ConfigError, DataError, MisconfigurationException) as e:
-        lines = [line for line in str(e).splitlines() if line.strip()]
-        # A loader worker hands its error over with a traceback, whose last line is the message.
-        message = lines[-1] if lines and "Traceback" in str(e) else " ".join(lines)
-        print(f"error: {message.removeprefix('vitrel.training.images.DataError: ')}", file=sys.stderr)
+    except StoppedError as e:
+        if e.status < 128 or not getattr(rank_zero_only, "rank", 0):
+            print(e, file=sys.stderr)
+        return e.status
+    except (ConfigError, DataError, MisconfigurationException, ProcessRaisedException) as e:
+        message = _one_line(str(e))
+        if message is None:
+            raise
+        print(f"error: {message}", file=sys.stderr)
         return 2
     except OSError as e:
         print(f"error: {e.filename or 'a file'}: {e.strerror or e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped; --ckpt_path last resumes", file=sys.stderr)
+        print("stopped: nothing is saved, since training had not begun", file=sys.stderr)
         return 130
     return 0
+
+
+def _one_line(message: str) -> str | None:
+    """The message without the traceback that a worker hands over with its own; None if that is not one of ours."""
+    lines = [line for line in message.splitlines() if line.strip()]
+    if "Traceback" not in message:
+        return " ".join(lines)
+    own = re.match(r"vitrel\.training\.\w+\.\w+Error: (.*)", lines[-1])
+    return own[1] if own else None
 
 
 def _trainer(config: TrainConfig) -> pl.Trainer:
@@ -186,8 +248,9 @@ def _trainer(config: TrainConfig) -> pl.Trainer:
     bar = given.pop("enable_progress_bar", True) and sys.stdout.isatty()
     try:
         return pl.Trainer(
-            logger=build_loggers(config),
+            logger=DummyLogger(),  # until the settings are known to be good: the real ones make a folder
             callbacks=build_callbacks(config),
+            plugins=[*_as_list(given.pop("plugins", None)), WholeCheckpointIO()],
             default_root_dir=config.runs,
             enable_progress_bar=bar,
             **{"enable_model_summary": False, **given, "enable_checkpointing": saves_checkpoints(config)},
@@ -196,44 +259,8 @@ def _trainer(config: TrainConfig) -> pl.Trainer:
         raise ConfigError(f"trainer: {' '.join(str(e).split())}") from e
 
 
-def _find_checkpoint(config: TrainConfig) -> str | None:
-    if config.ckpt_path is None:
-        return None
-    if config.ckpt_path != "last":
-        _check_resumable(Path(config.ckpt_path), config)
-        return config.ckpt_path
-    folder = Path(config.runs) / (config.name or config.data.name)
-    found = sorted(folder.glob("version_*/checkpoints/last.ckpt"), key=lambda p: p.stat().st_mtime)
-    if not found:
-        raise ConfigError(f"ckpt_path: no last.ckpt below {folder}; give a .ckpt file, or start without --ckpt_path")
-    _check_resumable(found[-1], config)
-    return str(found[-1])
-
-
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """A checkpoint as plain data and tensors.
-
-    Raises:
-        ConfigError: If it is not there or cannot be read.
-    """
-    try:
-        stored = torch.load(path, map_location="cpu", weights_only=True)
-        return {**stored, "model": stored["hyper_parameters"]["config"]["model"]}
-    except OSError as e:
-        raise ConfigError(f"{path}: {e.strerror or e}; give a .ckpt file of a run") from None
-    except Exception:  # a file that is cut short or of another kind fails in many ways
-        raise ConfigError(f"{path}: damaged, or no checkpoint of a run; take another one of its folder") from None
-
-
-def _check_resumable(path: Path, config: TrainConfig) -> None:
-    """A checkpoint continues the model that it was made with."""
-    then, now = read_checkpoint(path)["model"], vars(config.model)
-    for name in ("arch", "rel_pos", "img_size", "patch_size", "kwargs"):
-        if then.get(name) != now[name]:
-            raise ConfigError(
-                f"ckpt_path: {path} was trained with model.{name} {then.get(name)}, now it is {now[name]}; "
-                "give the same, or start without --ckpt_path"
-            )
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
 
 
 def _best_checkpoint(trainer: pl.Trainer) -> str | None:
@@ -245,7 +272,7 @@ def _best_checkpoint(trainer: pl.Trainer) -> str | None:
 def _results(
     config: TrainConfig,
     trainer: pl.Trainer,
-    net: torch.nn.Module,
+    task: ClassificationTask,
     metrics: Mapping[str, float],
     seconds: float,
     best: str | None,
@@ -256,10 +283,9 @@ def _results(
         "arch": config.model.arch,
         "data": config.data.name,
         "seed": config.seed,
-        "epochs": trainer.current_epoch,
-        "steps": trainer.global_step,
         "seconds": round(seconds, 1),
-        "parameters": sum(p.numel() for p in net.parameters()),
+        "parameters": sum(p.numel() for p in task.net.parameters()),
+        "skipped_steps": task.skipped_steps,
         "checkpoint": Path(best).name if best else None,
         "device": device_name(trainer),
         "processes": trainer.world_size,
@@ -274,11 +300,6 @@ def _results(
     }
 
 
-def global_batch(config: TrainConfig, trainer: pl.Trainer) -> int:
-    """Images per optimizer step, over all devices: what the learning rate is stated for."""
-    return config.data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
-
-
 def device_name(trainer: pl.Trainer) -> str:
     """The GPU's name, or the processor's with its number of threads."""
     device = trainer.strategy.root_device
@@ -288,7 +309,9 @@ def device_name(trainer: pl.Trainer) -> str:
 
 
 @rank_zero_only
-def _announce(config: TrainConfig, trainer: pl.Trainer, net: torch.nn.Module, inputs: InputConfig) -> None:
+def _announce(
+    config: TrainConfig, trainer: pl.Trainer, net: torch.nn.Module, inputs: InputConfig, resume: Resume | None
+) -> None:
     millions = sum(p.numel() for p in net.parameters()) / 1e6
     print(
         f"{config.model.arch}: {millions:.2f} M parameters, {inputs.size[0]} x {inputs.size[1]} px; {config.data.name};"
@@ -296,6 +319,9 @@ def _announce(config: TrainConfig, trainer: pl.Trainer, net: torch.nn.Module, in
         f" {trainer.accumulate_grad_batches} accumulated, lr {config.optim.lr:g}",
         flush=True,
     )
+    if resume:
+        rest = "only the test is left" if resume.completes(config.trainer) else f"after {resume.epochs} epochs"
+        print(f"continues {resume.path}: {rest}", flush=True)
     if config.model.checkpoint:
         stored = stored_config(config.model.checkpoint)
         new = stored is not None and stored["num_classes"] != getattr(net, "num_classes", None)
@@ -309,7 +335,9 @@ def _announce(config: TrainConfig, trainer: pl.Trainer, net: torch.nn.Module, in
 def _report(trainer: pl.Trainer, results: dict[str, Any]) -> None:
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger) and getattr(logger.experiment, "offline", False):
-            print(f"W&B kept this run offline; to send it: wandb sync {Path(logger.experiment.dir).parent}")
+            here = Path(logger.experiment.dir).parent.parent
+            parts = sorted(map(str, here.glob(f"offline-run-*-{logger.version}")))  # a resumed run has several
+            print(f"W&B kept this run offline; to send it: wandb sync {' '.join(parts)}")
     folder = results["folder"]
     split = "test" if results["tested_on"] == "test" else "validation"
     accuracy = f"{split} accuracy {results['test/acc']:.4f} (top-5 {results['test/acc5']:.4f})"
@@ -322,18 +350,24 @@ def _report(trainer: pl.Trainer, results: dict[str, Any]) -> None:
         print(f'import timm, vitrel; model = timm.create_model("local-dir:{model}", pretrained=True)')
 
 
+_NOISE = (
+    *("GPU available", "TPU available", "`Trainer.fit` stopped: `max_epochs="),
+    *("Detected KeyboardInterrupt", "[rank: ", "Restor", "Loaded model", "Found current"),
+)
+
+
 class _NoAdvice(logging.Filter):
     """Drops the lines that say nothing about this run."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         message = record.getMessage()
-        return "Tip:" not in message and not message.startswith(("GPU available", "TPU available"))
+        return "Tip:" not in message and not message.strip().startswith(_NOISE)
 
 
 def _quiet() -> None:
     """Hides advice that does not apply; warnings that may matter stay."""
-    for name in ("pytorch_lightning.utilities.rank_zero", "pytorch_lightning.callbacks.model_checkpoint"):
-        logger = logging.getLogger(name)
+    for name in ("utilities.rank_zero", "callbacks.model_checkpoint", "trainer.connectors.signal_connector"):
+        logger = logging.getLogger(f"pytorch_lightning.{name}")
         if not any(isinstance(f, _NoAdvice) for f in logger.filters):
             logger.addFilter(_NoAdvice())
     for message in (

@@ -111,6 +111,8 @@ class OptimConfig:
         min_lr: Learning rate of the last step as a part of lr.
         label_smoothing: Probability spread over all classes.
         ema_decay: Decay of an exponential moving average of the weights; null is off.
+        ema_start: Epochs before that average begins; validation has the weights in training until then.
+        skip_nonfinite: Skip a step whose loss or gradient is not finite, and count it, instead of stopping.
     """
 
     lr: float = 1e-3
@@ -121,6 +123,8 @@ class OptimConfig:
     min_lr: float = 0.0
     label_smoothing: float = 0.0
     ema_decay: float | None = None
+    ema_start: int = 0
+    skip_nonfinite: bool = False
 
 
 @dataclass

@@ -11,19 +11,29 @@ import torch.nn.functional as F
 from pytorch_lightning.utilities.types import OptimizerLRScheduler
 from timm.optim import param_groups_weight_decay
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 import vitrel
 from vitrel.training.config import from_dict
+from vitrel.training.data import PictureDataModule
 from vitrel.training.model import build_model
 from vitrel.training.settings import ModelConfig, OptimConfig, TrainConfig
 from vitrel.training.transforms import mix_transform
 
 
+class NonFiniteError(ArithmeticError):
+    """A loss or gradient that is not finite; the message is one line for the user."""
+
+
 class ClassificationTask(pl.LightningModule):
     """Trains one timm model, ``net``, on labelled pictures.
+
+    Beside the metrics it logs the gradient norm of each step before clipping, and the norm of each block's position
+    parameters at the end of each epoch. A step whose loss or gradient is not finite raises :class:`NonFiniteError`
+    before the weights change, or is left out with ``optim.skip_nonfinite`` and counted in ``skipped_steps``.
 
     Args:
         config: The settings of the run as plain data, so that checkpoints load without trusting any code.
@@ -52,7 +62,10 @@ class ClassificationTask(pl.LightningModule):
                 "acc5": MulticlassAccuracy(num_classes, average="micro", top_k=top5),
             }
         )
-        self.train_loss = MeanMetric()
+        self.skipped_steps = 0
+        self._skipped_before = 0
+        self._batches: list[tuple[int, Tensor, Tensor]] = []
+        self.train_loss = MeanMetric(nan_strategy="ignore")  # skipped steps have no loss
         self.train_acc = MulticlassAccuracy(num_classes, average="micro")
         self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
         self.val_acc, self.test_acc = accuracy.clone(prefix="val/"), accuracy.clone(prefix="test/")
@@ -68,9 +81,10 @@ class ClassificationTask(pl.LightningModule):
             pictures, targets = self.mix(pictures, labels)
         logits = self(pictures)
         loss = F.cross_entropy(logits, targets, label_smoothing=self.config.optim.label_smoothing)
+        self._batches.append((batch_idx, loss.detach(), logits.detach()))
         # A mixed picture counts as the class that has the larger part of it.
         self.train_acc.update(logits, targets if targets.ndim == 1 else targets.argmax(dim=1))
-        self.train_loss.update(loss.detach(), weight=len(labels))
+        self.train_loss.update(loss.detach().nan_to_num(torch.nan, torch.nan, torch.nan), weight=len(labels))
         self.log("train/loss_step", loss.detach(), on_step=True, on_epoch=False)
         self.log("train/loss", self.train_loss, on_step=False, on_epoch=True, prog_bar=True)
         self.log("train/acc", self.train_acc, on_step=False, on_epoch=True)
@@ -90,6 +104,67 @@ class ClassificationTask(pl.LightningModule):
         self.log(name, mean, on_step=False, on_epoch=True, prog_bar=True)
         self.log_dict(acc, on_step=False, on_epoch=True, prog_bar=True)
 
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        batches, self._batches = self._batches, []
+        norm = get_total_norm([p.grad for p in self.net.parameters() if p.grad is not None])
+        self.log("train/grad_norm", norm, on_step=True, on_epoch=False)
+        finite = torch.stack([loss.isfinite() for _, loss, _ in batches]).all()
+        if getattr(self.trainer.precision_plugin, "scaler", None) is None:  # which meets infinite gradients by design
+            finite = finite & norm.isfinite()
+        if self.trainer.strategy.reduce_boolean_decision(bool(finite)):
+            return
+        if not self.config.optim.skip_nonfinite:
+            raise NonFiniteError(self._describe(batches, norm, optimizer))
+        self.skipped_steps += 1
+        optimizer.zero_grad(set_to_none=True)  # parameters without a gradient are passed over, state included
+
+    def _describe(
+        self, batches: list[tuple[int, Tensor, Tensor]], norm: Tensor, optimizer: torch.optim.Optimizer
+    ) -> str:
+        epoch, step = self.current_epoch, self.global_step
+        bad = [batch for batch in batches if not batch[1].isfinite()]
+        what = f"the loss is {float(bad[0][1])}" if bad else f"the gradient norm is {float(norm)}"
+        rates = ", ".join(f"{group['lr']:.3g} ({group['name']})" for group in optimizer.param_groups)
+        return (
+            f"{what} in step {step + 1} (epoch {epoch + 1}); learning rates {rates}; {_largest_entry(self.net)};"
+            f" pictures: {self._names(bad or batches)}. Lower optim.lr, look at these pictures, or leave such steps out"
+            " with --optim.skip_nonfinite true"
+        )
+
+    def _names(self, batches: list[tuple[int, Tensor, Tensor]]) -> str:
+        data = getattr(self.trainer, "datamodule", None)
+        if not isinstance(data, PictureDataModule):
+            return "unknown"
+        names = []
+        for index, _, logits in batches:
+            culprits = ~logits.isfinite().all(dim=1)
+            some = bool(culprits.any()) and self.mix is None  # a mixed picture spoils its partner's too
+            batch = data.names_of_batch(self.current_epoch, index)
+            names += [n for n, bad in zip(batch, culprits.tolist(), strict=True) if bad or not some]
+        return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+    def on_train_epoch_start(self) -> None:
+        self._skipped_before = self.skipped_steps
+
+    def on_train_epoch_end(self) -> None:
+        norms = {f"tables/{name}_norm": norm for name, norm in table_norms(self.net).items()}
+        self.log_dict(norms, sync_dist=True)
+        if not self.config.optim.skip_nonfinite:
+            return
+        self.log("train/skipped_steps", float(self.skipped_steps), sync_dist=True)
+        steps = math.ceil(self.trainer.num_training_batches / self.trainer.accumulate_grad_batches)
+        if self.skipped_steps - self._skipped_before >= steps:
+            raise NonFiniteError(
+                f"no step of epoch {self.current_epoch + 1} had a finite loss and gradient;"
+                f" {_largest_entry(self.net)}. Lower optim.lr, or look at the data"
+            )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["skipped_steps"] = self.skipped_steps
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.skipped_steps = checkpoint.get("skipped_steps", 0)
+
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optim = self.config.optim
         groups = parameter_groups(self.net, optim)
@@ -106,6 +181,30 @@ class ClassificationTask(pl.LightningModule):
         assert isinstance(schedule, LambdaLR)
         for group, lr in zip(schedule.optimizer.param_groups, schedule.base_lrs, strict=True):
             group["lr"] = lr * self.schedule(schedule.last_epoch)
+
+
+def table_norms(net: nn.Module) -> dict[str, Tensor]:
+    """Norm of each block's position parameters (tables, u, v), all of them taken as one vector."""
+    grouped: dict[str, list[Tensor]] = {}
+    parameters = dict(net.named_parameters())
+    for name in sorted(vitrel.position_parameters(net)):
+        if name in parameters:
+            grouped.setdefault(name.split(".attn.", 1)[0], []).append(parameters[name].detach())
+    return {block: get_total_norm(tensors) for block, tensors in grouped.items()}
+
+
+def _largest_entry(net: nn.Module) -> str:
+    parameters = dict(net.named_parameters())
+    largest = {
+        name: float(parameters[name].detach().abs().max())
+        for name in sorted(vitrel.position_parameters(net))
+        if name in parameters
+    }
+    if not largest:
+        return "no position parameters"
+    # A value that is not a number counts as the largest.
+    name = max(largest, key=lambda n: math.inf if math.isnan(largest[n]) else largest[n])
+    return f"largest table entry {largest[name]:.3g} in {name}"
 
 
 class WarmupCosine:
