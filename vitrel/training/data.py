@@ -119,8 +119,12 @@ class PictureDataModule(pl.LightningDataModule):
         dtype = module.dtype if module is not None and isinstance(module.dtype, torch.dtype) else torch.float32
         return normalize(pictures, self.inputs).to(dtype), labels
 
+    def eval_dataset(self, name: SplitName) -> Dataset[tuple[Tensor, int]]:
+        """An open split as evaluation sees it: a (3, h, w) uint8 tensor and a class index each."""
+        return self._stacked(PictureDataset(self.splits[name], eval_transform(self.picture)), fixed=True)
+
     def _eval_loader(self, name: SplitName) -> DataLoader[tuple[Tensor, int]]:
-        dataset = self._stacked(PictureDataset(self.splits[name], eval_transform(self.picture)), fixed=True)
+        dataset = self.eval_dataset(name)
         sampler = None
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             sampler = UnrepeatedDistributedSampler(dataset, shuffle=False)

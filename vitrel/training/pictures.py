@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,18 +18,20 @@ from numpy.typing import NDArray
 from PIL import Image
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.loggers import WandbLogger
+from pytorch_lightning.strategies import FSDPStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import vitrel
 from vitrel.ablate import switchable
 from vitrel.measures import as_csv, block_means, head_numbers
 from vitrel.probe import probes
-from vitrel.training.data import PictureDataModule, PictureDataset, normalize
+from vitrel.training.data import PictureDataModule, normalize
 from vitrel.training.fileio import ConfigError, write_whole
 from vitrel.training.loggers import run_folder
+from vitrel.training.model import timm_model
 from vitrel.training.sources import SplitName
 from vitrel.training.studies import Study, sizes_around
-from vitrel.training.transforms import eval_transform
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,7 +60,7 @@ def examples(data: PictureDataModule, split: SplitName, count: int) -> Examples:
     labels = data.splits[split].labels[data.splits[split].indices]
     order = [np.flatnonzero(labels == label) for label in np.unique(labels)]
     turns = sorted((turn, int(i)) for found in order for turn, i in enumerate(found[:count]))
-    dataset = PictureDataset(data.splits[split], eval_transform(data.inputs))
+    dataset = data.eval_dataset(split)
     raw, names = [], []
     for _, index in turns[:count]:
         picture, label = dataset[index]
@@ -65,6 +68,18 @@ def examples(data: PictureDataModule, split: SplitName, count: int) -> Examples:
         names.append(data.classes[label])
     stacked = torch.stack(raw)
     return Examples(normalize(stacked, data.inputs), [np.asarray(p.movedim(0, -1)) for p in raw], names)
+
+
+@contextmanager
+def _whole_parameters(trainer: pl.Trainer) -> Iterator[None]:
+    """Within it every process holds every parameter whole, sharded by FSDP or not; all have to enter it."""
+    if isinstance(trainer.strategy, FSDPStrategy):
+        wrapped = trainer.strategy.model
+        assert wrapped is not None
+        with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False):
+            yield
+    else:
+        yield
 
 
 class BiasMaps(Callback):
@@ -88,14 +103,15 @@ class BiasMaps(Callback):
         folder = run_folder(trainer)
         if not (epoch % self.every == 0 or epoch == trainer.max_epochs) or trainer.sanity_checking or not folder:
             return
-        if trainer.is_global_zero:
-            self._draw(trainer, pl_module, folder / "bias_maps")
+        with _whole_parameters(trainer):
+            if trainer.is_global_zero:
+                self._draw(trainer, pl_module, folder / "bias_maps")
 
     def _draw(self, trainer: pl.Trainer, pl_module: pl.LightningModule, folder: Path) -> None:
         from vitrel.plots import plot_term_maps
 
-        net, data = pl_module.net, getattr(trainer, "datamodule", None)
-        assert isinstance(net, nn.Module)
+        assert isinstance(pl_module.net, nn.Module)
+        net, data = timm_model(pl_module.net), getattr(trainer, "datamodule", None)
         if not switchable(net) or not isinstance(data, PictureDataModule):
             return
         if self._examples is None:
