@@ -72,6 +72,34 @@ def test_plain_gives_the_name_back(tmp_path):
     assert torch.equal(loaded(x), model(x))
 
 
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("base", BASES)
+def test_plain_remembers_that_the_absolute_embedding_is_gone(base, again, tmp_path):
+    model = vitrel.plain(made(base, keep_absolute=False))
+    if again:
+        vitrel.relativize(model, "bias")
+    save_for_hf(model, str(tmp_path), safe_serialization=True)
+    loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    x = torch.randn(1, 3, 42, 70) if base.startswith("eva") else torch.randn(1, 3, 48, 80)
+    assert torch.equal(loaded(x), model(x))
+
+
+def test_a_model_made_without_create_model_has_the_name_too(tmp_path):
+    model = timm.models.vision_transformer.vit_tiny_patch16_224().eval()
+    vitrel.relativize(model, "rope")
+    save_for_hf(model, str(tmp_path), safe_serialization=True)
+    loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    x = torch.randn(1, 3, 224, 224)
+    assert torch.equal(loaded(x), model(x))
+
+
+def test_blocks_may_be_a_range(tmp_path):
+    body = {"base": "vit_tiny_patch16_224", "depth": 3, "embed_dim": 48, "num_heads": 2}
+    model = timm.create_model("vitrel_relativized", blocks=range(2), **body)
+    save_for_hf(model, str(tmp_path), safe_serialization=True)
+    assert json.loads((tmp_path / "config.json").read_text())["model_args"]["blocks"] == [0, 1]
+
+
 def test_by_name_and_by_hand_are_the_same():
     torch.manual_seed(0)
     named = timm.create_model("vitrel_relativized", base="vit_tiny_patch16_224", rel_pos="shaw", depth=1, num_classes=3)
@@ -87,6 +115,7 @@ def test_by_name_and_by_hand_are_the_same():
     ("given", "error", "match"),
     [
         ({"base": "vit_tyni"}, ValueError, "base: no timm model is called 'vit_tyni'"),
+        ({"base": "vit_tiny_patch16_224.nope"}, ValueError, "base: "),
         ({"base": "convnext_atto"}, TypeError, "cannot serve ConvNeXt"),
         ({"drop_paht_rate": 0.1}, TypeError, "drop_paht_rate"),
     ],

@@ -68,6 +68,8 @@ def test_the_loaders_stack_pictures_of_their_part_of_the_canvas():
 
 
 def test_a_canvas_that_cannot_be_divided_is_refused():
+    with pytest.raises(ConfigError, match="of 3 pixel rows have no room for a mark"):
+        cell(INPUTS, 16)
     with pytest.raises(ConfigError, match="5 pictures do not divide the model's 48 pixel rows"):
         cell(INPUTS, 5)
 
@@ -98,6 +100,7 @@ def test_a_run_in_strips_leaves_its_timm_model_and_is_evaluated_again(tmp_path):
     ("change", "match"),
     [
         ({"model": {"memory_rows": 2}}, "model.memory_rows: without model.strip_rows"),
+        ({"model": {"strip_rows": 2, "memory_rows": -1}}, "model.memory_rows: expected"),
         ({"model": {"strip_rows": 0}}, "model.strip_rows: strip_rows: expected"),
         ({"model": {"strip_rows": 2, "compile": True}}, "model.compile: not with"),
         ({"model": {"strip_rows": 2, "arch": "vit_tiny_patch16_224", "rel_pos": None}}, "no relative position"),

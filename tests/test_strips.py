@@ -267,9 +267,34 @@ def test_training_notes_the_offsets_that_strips_reach():
         (lambda: StripReader(StripReader(model(), 2), 2), TypeError, "a StripReader already"),
         (lambda: StripReader(model(), 2).step(image(rows=3)), ValueError, "expected at most strip_rows=2"),
         (lambda: StripReader(model(), 2)(image()[:, :, :5]), ValueError, "no multiple of the patch"),
-        (lambda: StripReader(model(), 2)(image()[0]), ValueError, r"expected shape \(B, C, h, w\)"),
+        (lambda: StripReader(model(), 2)(image()[0]), ValueError, r"of shape \(B, C, h, w\), got \(3, 14, 6\)"),
         (lambda: StripReader(model(), 2)(image(), heights=[3]), ValueError, "heights: expected 2 numbers"),
-        (lambda: StripReader(model(), 2)(image(), heights=[3, 99]), ValueError, "from 1 to 14"),
+        (lambda: StripReader(model(), 2)(image(), heights=[4, 99]), ValueError, "from 1 to 14 that are multiples of 2"),
+        (lambda: StripReader(model(), 2)(image(), heights=[4, 3]), ValueError, r"got \[4, 3\]"),
+        (lambda: StripReader(model(), 2)(image(), heights=4), ValueError, "heights: expected 2 numbers"),
+        (lambda: StripReader(model(), 2)([]), ValueError, "a sequence of"),
+        (lambda: StripReader(model(), 2)([image()[0], image()[0, ..., :2]]), ValueError, "of one width"),
+        (lambda: StripReader(model(), 2).step([image()[0]]), ValueError, "expected a tensor of shape .* got list"),
+        (lambda: StripReader(model(), True), ValueError, "strip_rows: expected"),
+        (lambda: StripReader(torch.compile(model()), 2), TypeError, "compiled by torch.compile"),
+        (
+            lambda: StripReader(model(prefix=2, pool_include_prefix=True), 2),
+            ValueError,
+            "pool_include_prefix",
+        ),
+        (
+            lambda: StripReader(
+                vitrel.relativize(
+                    timm.create_model(
+                        "vit_small_r26_s32_224", img_size=64, depth=1, embed_dim=32, num_heads=2, pos_embed="none"
+                    ),
+                    "txl",
+                ),
+                2,
+            ),
+            TypeError,
+            "HybridEmbed looks beyond a patch",
+        ),
         (lambda: StripReader(model(), 2).restore({"rows": 1}), ValueError, "state: expected the entries"),
     ],
 )
@@ -277,6 +302,110 @@ def test_refusals_name_what_and_how_to_mend(make, error, match):
     with pytest.raises(error, match=match) as raised:
         make()
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("pool", ["avg", "last", "token"])
+def test_each_step_of_a_stream_may_have_a_backward_pass(pool):
+    net = model(depth=2, prefix=1).train()
+    reader = StripReader(net, 2, 2, pool=pool, prefix="carry")
+    for strip in image().split(2 * PATCH, -2):
+        reader.step(strip).sum().backward()
+    assert not any(t.requires_grad for t in [*reader.state()["hidden"], *list(reader.state().values())[3:6]])
+    copy.deepcopy(reader)
+
+
+def test_the_first_step_of_a_stream_has_the_gradients_of_its_strip():
+    net = model(depth=2).train()
+    strip = image(rows=2)
+    stepped = gradients(net, StripReader(net, 2).step(strip))
+    same_gradients(stepped, gradients(net, StripReader(net, 2)(strip)))
+
+
+def test_padding_may_hold_anything():
+    net, x = model(depth=2, prefix=1), image(rows=6)
+    reader = StripReader(net, 2, 3)
+    expected = reader(x, heights=[4 * PATCH, 6 * PATCH])
+    x[0, :, 4 * PATCH :] = float("nan")
+    assert torch.equal(reader(x, heights=[4 * PATCH, 6 * PATCH]), expected)
+
+
+def test_the_average_is_summed_in_float32():
+    net = model(rel_pos="bias").half()
+    x = image(rows=250, batch=1).half()
+    reader = StripReader(net, 1, 0)
+    with torch.no_grad():
+        patches = reader.forward_features(x)
+        expected = net.head(net.fc_norm(patches.float().mean(1).half()))
+        torch.testing.assert_close(reader(x), expected, rtol=0, atol=0)
+    assert reader(x).dtype == torch.float16
+
+
+def test_what_is_kept_is_no_more_than_the_memory():
+    reader = StripReader(model(depth=2), 3, 1)
+    reader(image())
+    reader.step(image(rows=3))
+    for hidden in reader.state()["hidden"]:
+        assert hidden.untyped_storage().nbytes() == hidden.nbytes == 2 * COLS * 16 * 8
+
+
+@pytest.mark.filterwarnings("ignore:a strip sees:UserWarning")
+def test_a_long_stream_keeps_no_tables_of_its_past():
+    net = model(rel_pos="swin")
+    reader = StripReader(net, 1)
+    with torch.no_grad():
+        for _ in range(60):
+            reader.step(image(rows=1, batch=1))
+        kept = net.blocks[0].attn.position._kept[2].kept
+        biases = [t for t in kept.values() if isinstance(t, torch.Tensor)]
+    assert sum(t.nbytes for t in biases) <= 32 << 20
+
+
+def test_a_stream_goes_on_after_a_change_of_type():
+    reader = StripReader(model(depth=2, prefix=1), 2, 2, prefix="carry")
+    strips = image().split(2 * PATCH, -2)
+    reader.step(strips[0])
+    reader.float()
+    later = reader.step(strips[1].float())
+    torch.testing.assert_close(later.double(), StripReader(model(depth=2, prefix=1), 2, 2, prefix="carry")(
+        image()[:, :, : 4 * PATCH]), rtol=0, atol=1e-5)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("made", "match"),
+    [
+        ({"memory_rows": 1}, "rows kept: 2, and this reader has 1"),
+        ({"pool": "last"}, "pooling: avg, and this reader has last"),
+        ({"of": {"prefix": 3}}, "prefix tokens: 1, and this reader has 3"),
+        ({"of": {"depth": 3}}, "memory of 2 layers, expected 3"),
+    ],
+    ids=str,
+)
+def test_the_state_of_another_reader_is_refused(made, match):
+    made = dict(made)
+    first = StripReader(model(depth=2, prefix=1), 2, 2, pool="avg")
+    first.step(image(rows=2))
+    net = model(**{"depth": 2, "prefix": 1, **made.pop("of", {})})
+    with pytest.raises(ValueError, match=match):
+        StripReader(net, 2, **{"memory_rows": 2, "pool": "avg", **made}).restore(first.state())
+
+
+def test_an_image_that_has_ended_does_not_begin_again():
+    reader = StripReader(model(), 2)
+    with pytest.raises(ValueError, match="from 1 to 4"):
+        reader.step(image(rows=2), heights=[0, 4])
+    reader.step(image(rows=2), heights=[2, 4])
+    for heights in ([4, 4], None):
+        with pytest.raises(ValueError, match="image 0 had ended"):
+            reader.step(image(rows=2), heights=heights)
+    reader.step(image(rows=2), heights=[0, 4])
+
+
+def test_a_part_in_evaluation_stays_so():
+    net = model(depth=2).train()
+    net.blocks[0].eval()
+    reader = StripReader(net, 2)
+    assert reader.training
+    assert not net.blocks[0].training
 
 
 def test_a_stream_refuses_another_batch_and_width():

@@ -32,8 +32,6 @@ from vitrel.relpos import CONTENT, TERMS
 from vitrel.rotary import rotate
 from vitrel.tables import lookup
 
-KEPT_BYTES = 32 << 20  # per layer; a larger bias is made anew for each call rather than held
-
 
 def reference_terms(q: Tensor, k: Tensor, position: Position, q_grid: Where, k_grid: Where) -> dict[str, Tensor]:
     """Each term's summand of the scores, straight from its formula.
@@ -159,10 +157,7 @@ def dense_bias(q: Tensor, k: Tensor, position: Position, q_grid: Where, k_grid: 
             summands.append(prefix_bias(position.prefix, q_prefix, k_prefix, q.shape[2], k.shape[2]))
         return sum_of(summands).to(q.dtype) if summands else None
 
-    pairs = q.shape[1] * q.shape[2] * k.shape[2]
     if {"query", "key"} & set(position.terms) or not (isinstance(q_grid, Grid) and isinstance(k_grid, Grid)):
-        return make()
-    if pairs * q.element_size() > KEPT_BYTES:
         return make()
     return position.recall(("dense bias", q_grid, k_grid, q_prefix, k_prefix, q.dtype), make)
 

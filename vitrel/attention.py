@@ -270,7 +270,7 @@ class RelativeAttention2d(Attention):
             q, k, v = self._heads(x)
         else:
             prefix, patches = x.tensor_split([self.num_prefix_tokens], 1)
-            q, k, v = self._heads(torch.cat([prefix, self.memory.hidden, patches], 1))
+            q, k, v = self._heads(torch.cat([prefix, self.memory.hidden.to(x), patches], 1))
             above = self.memory.hidden.shape[1]
             q = torch.cat([q[:, :, : prefix.shape[1]], q[:, :, prefix.shape[1] + above :]], 2) if above else q
         return self.q_norm(q), self.k_norm(k), v

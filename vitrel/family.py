@@ -41,6 +41,8 @@ class RelativeModel(nn.Module):
         plain = dict(args)
         if "rel_pos" in plain:
             plain["rel_pos"] = RelPos.of(plain["rel_pos"]).as_dict()  # no name whose meaning may change
+        if plain.get("blocks") is not None:
+            plain["blocks"] = [int(i) for i in plain["blocks"]]
         self._recorded_args = plain
 
     def position_parameters(self) -> set[str]:

@@ -15,6 +15,8 @@ from vitrel.tables import Axes, LearnedTable, MlpTable, SinusoidTable, Tables
 
 T = TypeVar("T")
 
+KEPT_BYTES = 32 << 20  # per layer; beyond, the oldest goes, and what is larger is made anew for each call
+
 
 @dataclass(frozen=True)
 class Position:
@@ -40,9 +42,14 @@ class Position:
         """What ``make`` returns, made once per key where this position keeps things; it must follow from both."""
         if self.kept is None:
             return make()
-        if key not in self.kept:
-            self.kept[key] = make()
-        return cast(T, self.kept[key])
+        if key in self.kept:
+            return cast(T, self.kept[key])
+        made = make()
+        if _bytes(made) <= KEPT_BYTES:
+            self.kept[key] = made
+            while sum(map(_bytes, self.kept.values())) > KEPT_BYTES:
+                del self.kept[next(iter(self.kept))]
+        return made
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -195,6 +202,11 @@ class PositionTerms(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{'+'.join(self.rel_pos.terms) or 'none'}, table={self.rel_pos.table}, source={self.rel_pos.source}"
+
+
+def _bytes(made: Any) -> int:
+    parts = made if isinstance(made, tuple) else (made,)
+    return sum(part.numel() * part.element_size() for part in parts if isinstance(part, Tensor))
 
 
 def _same(old: list[Tensor], new: list[nn.Parameter]) -> bool:

@@ -25,6 +25,8 @@ Model = TypeVar("Model", bound=nn.Module)
 NAME = "vitrel_relativized"
 """The name under which timm builds a relativized model anew, see ``relativized``."""
 
+NO_ABSOLUTE = {"pos_embed": "none"}  # in the words of VisionTransformer and NaFlexVit
+
 _FAMILY: dict[type[nn.Module], type[RelativeModel]] = {
     VisionTransformer: GridModel,
     Eva: GridModel,
@@ -85,13 +87,13 @@ def relativize(
         setattr(parent, name, attn)
     if not keep_absolute:
         _drop_absolute(model)
-    args = model.__dict__.pop("_model_args", None)
+    args = model.__dict__.pop("_model_args", {})
     model.__class__ = _relative_class(type(model))
-    if args is not None:  # made by timm.create_model, which can make it again
-        cfg: Any = model.pretrained_cfg
+    cfg: Any = getattr(model, "pretrained_cfg", None)
+    if cfg:  # made under a name, by which it can be made again
         asked = {"base": cfg["architecture"], "rel_pos": spec, "keep_absolute": keep_absolute}
         if blocks is not None:
-            asked["blocks"] = sorted({i % len(model.blocks) for i in blocks})  # type: ignore[arg-type]  # timm's
+            asked["blocks"] = sorted({int(i) % len(model.blocks) for i in blocks})  # type: ignore[arg-type]  # timm's
         if grid_size is not None:
             asked["grid_size"] = list(grid_size)
         model._model_args = {**args, **asked, "backend": backend}  # type: ignore[assignment]  # no module
@@ -120,7 +122,8 @@ def plain(model: Model) -> Model:
     args = model.__dict__.pop("_recorded_args", None)
     if args is not None:
         asked = ("base", "rel_pos", "keep_absolute", "blocks", "grid_size", "backend")
-        model._model_args = {k: v for k, v in args.items() if k not in asked}
+        without = {} if args["keep_absolute"] else {"use_abs_pos_emb": False} if isinstance(model, Eva) else NO_ABSOLUTE
+        model._model_args = {**{k: v for k, v in args.items() if k not in asked}, **without}
         _rename(model, args["base"])
     return model
 
@@ -177,7 +180,8 @@ def _chosen(model: Any, blocks: Iterable[int] | None) -> list[tuple[nn.Module, s
     """(parent, name in it, attention) of the chosen blocks, in order."""
     depth = len(model.blocks)
     indices = list(range(depth) if blocks is None else blocks) if isinstance(blocks, Iterable | None) else [blocks]
-    if not isinstance(blocks, Iterable | None) or not all(type(i) is int for i in indices):
+    countable = all(hasattr(i, "__index__") and not isinstance(i, bool) for i in indices)
+    if not isinstance(blocks, Iterable | None) or not countable:
         raise TypeError(f"blocks: expected indices such as [0, 1] or range(6), got {blocks!r}")
     if not indices or not all(-depth <= i < depth for i in indices):
         raise ValueError(f"blocks: expected at least one index from 0 to {depth - 1}, got {indices}")

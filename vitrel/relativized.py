@@ -43,11 +43,15 @@ def vitrel_relativized(
     Args:
         pretrained: From a folder or the hub the weights that were saved there; else those that timm knows for ``base``.
         base: Name of a timm model.
+        rel_pos: As for ``vitrel.relativize``; no terms are "none", since timm drops an argument that is None.
         **kwargs: Arguments of ``base``.
     """
     stored = bool((pretrained_cfg_overlay or {}).get("file") or pretrained_cfg)
     if not pretrained_cfg:
-        known = timm.get_pretrained_cfg(base)
+        try:
+            known = timm.get_pretrained_cfg(base)
+        except RuntimeError as e:  # an unknown tag
+            raise ValueError(f"base: {e}") from None
         if known is None:
             raise ValueError(f"base: no timm model is called {base!r}; timm.list_models() lists the names")
         pretrained_cfg = replace(known, architecture=NAME)

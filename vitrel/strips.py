@@ -7,14 +7,16 @@ section 3.2), at their true offsets: the keys lie on a grid that begins ``memory
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
+from timm.layers import PatchEmbed
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
@@ -36,8 +38,9 @@ class StripState:
         hidden: Per layer the inputs of its attention for these rows, (B, rows * cols, D).
         valid: Which of them are no padding, (B, rows), boolean.
         prefix: What the prefix tokens have become, (B, P, D), where they are carried.
-        total: What is pooled so far, (B, D).
+        total: What is pooled so far, (B, D), float32 at least.
         count: Number of patches in ``total``, (B, 1).
+        ended: Which images have come to their end, (B,), boolean.
     """
 
     rows: int
@@ -46,6 +49,7 @@ class StripState:
     prefix: Tensor
     total: Tensor
     count: Tensor
+    ended: Tensor
 
 
 class StripReader(nn.Module):
@@ -53,7 +57,8 @@ class StripReader(nn.Module):
 
     ``forward`` reads whole images, ``step`` one strip of a stream. Time grows linearly with the height, and a
     strip's memory depends on ``strip_rows`` and ``memory_rows`` alone. Keys further away than a table was made for read
-    its last entry.
+    its last entry. The memory is handed to the model's attentions while a strip is read, so that two threads need a
+    model each; ``torch.compile`` the reader or the model's blocks, not the model.
 
     Args:
         model: A vitrel model, or a timm ``VisionTransformer`` made relative with ``keep_absolute=False``. It stays
@@ -64,7 +69,8 @@ class StripReader(nn.Module):
             strip; ``token``, the first prefix token after the last strip. None for the model's own pooling.
         prefix: Prefix tokens (class token, registers) begin anew in each strip (``renew``) or go on with what they
             became in the strip before (``carry``).
-        detach: Cut gradients at the seams, as Transformer-XL does; False to go back through all strips.
+        detach: Cut gradients at the seams, as Transformer-XL does; False to go back through all strips. What a stream
+            has pooled is cut too, so that each ``step`` may have a backward pass of its own.
 
     Raises:
         TypeError: For a model of another family.
@@ -84,20 +90,15 @@ class StripReader(nn.Module):
     ) -> None:
         super().__init__()
         _check_model(model)
-        if type(strip_rows) is not int or strip_rows < 1:
-            raise ValueError(f"strip_rows: expected a number of patch rows, at least 1, got {strip_rows!r}")
-        if memory_rows is not None and (type(memory_rows) is not int or memory_rows < 0):
-            raise ValueError(
-                f"memory_rows: expected a number of patch rows, 0 for none, None for all; got {memory_rows!r}"
-            )
         if prefix not in PREFIXES:
             raise ValueError(f"prefix: expected one of {', '.join(PREFIXES)}, got {prefix!r}")
         self.model = model
-        self.strip_rows, self.memory_rows = strip_rows, memory_rows
+        self.strip_rows = _rows("strip_rows", strip_rows, least=1)
+        self.memory_rows = None if memory_rows is None else _rows("memory_rows", memory_rows, least=0)
         self.pool, self.prefix, self.detach = _pool(model, pool), prefix, detach
         self._state: StripState | None = None
         self._warned = False
-        self.train(model.training)
+        self.training = model.training
 
     def forward(self, image: Tensor | Sequence[Tensor], heights: Sequence[int] | None = None) -> Tensor:
         """Logits of whole images; a stream that is being read with ``step`` is left as it is.
@@ -145,8 +146,17 @@ class StripReader(nn.Module):
                 f"strip: a batch of {strip.shape[0]}, expected {self._state.valid.shape[0]} as in the strips before; "
                 "reset() starts anew"
             )
-        _, self._state = self._strip(strip, self._valid_rows(heights, strip, floor=0), self._state)
-        return self._classify(self._state)
+        valid = self._valid_rows(heights, strip, floor=0 if self._state else 1)
+        if self._state is not None:
+            again = self._state.ended if valid is None else self._state.ended & valid.any(1)
+            if again.any():
+                raise ValueError(
+                    f"heights: image {int(again.nonzero()[0])} had ended in a strip before; give it 0 rows"
+                )
+        _, state = self._strip(strip, valid, self._state)
+        logits = self._classify(state)
+        self._state = replace(state, total=state.total.detach()) if self.detach else state
+        return logits
 
     def reset(self) -> None:
         """Forget the strips of the stream."""
@@ -154,7 +164,7 @@ class StripReader(nn.Module):
 
     def state(self) -> dict[str, Any]:
         """What ``step`` has kept of its stream, as plain tensors and numbers; empty before the first strip."""
-        return {} if self._state is None else dict(vars(self._state))
+        return {} if self._state is None else {**vars(self._state), "pool": self.pool}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on with a stream from its ``state()``.
@@ -165,7 +175,7 @@ class StripReader(nn.Module):
         if not state:
             self._state = None
             return
-        expected = set(StripState.__dataclass_fields__)
+        expected = {*StripState.__dataclass_fields__, "pool"}
         depth, width = len(self._model.blocks), self._model.embed_dim
         if set(state) != expected:
             raise ValueError(
@@ -176,7 +186,16 @@ class StripReader(nn.Module):
                 f"state: memory of {len(state['hidden'])} layers, expected {depth} of width {width}; it is that of "
                 "another model"
             )
-        self._state = StripState(**{**state, "hidden": list(state["hidden"])})
+        prefix = self._model.num_prefix_tokens
+        for what, there, here in (
+            ("prefix tokens", state["prefix"].shape[1], prefix),
+            ("pooling", state["pool"], self.pool),
+            ("rows kept", state["rows"], "at most" if self.memory_rows is None else self.memory_rows),
+        ):
+            fits = here == "at most" or there <= here if what == "rows kept" else there == here
+            if not fits:
+                raise ValueError(f"state: {what}: {there}, and this reader has {here}; restore it into one made alike")
+        self._state = StripState(**{k: v for k, v in state.items() if k != "pool"})
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
@@ -193,6 +212,9 @@ class StripReader(nn.Module):
         if not isinstance(image, Tensor):
             if heights is not None:
                 raise ValueError("heights: those of a sequence of images are known; leave them out")
+            widths = {getattr(picture, "shape", ())[-1:] for picture in image} if isinstance(image, Sequence) else set()
+            if len(widths) != 1 or any(picture.ndim != 3 for picture in image):
+                raise ValueError("image: expected (B, C, h, w), or a sequence of (C, h, w) of one width, at least one")
             heights = [picture.shape[-2] for picture in image]
             image = torch.stack([F.pad(picture, (0, 0, 0, max(heights) - picture.shape[-2])) for picture in image])
         image = self._checked(image)
@@ -212,6 +234,9 @@ class StripReader(nn.Module):
             raise ValueError("grad_checkpointing: a strip would be computed again with the memory of a later one")
         if valid is None:
             valid = torch.ones(strip.shape[0], rows, dtype=torch.bool, device=strip.device)
+        else:  # whatever padding holds, NaN too, would reach the sums
+            pixels = valid.repeat_interleave(model.patch_embed.patch_size[0], 1)[:, : strip.shape[-2]]
+            strip = strip.masked_fill(~pixels[:, None, :, None], 0)
         with _any_size(model.patch_embed):
             x = VisionTransformer._pos_embed(model, model.patch_embed(strip))
         x = model.norm_pre(x)
@@ -223,7 +248,7 @@ class StripReader(nn.Module):
                 f"strip: {cols} patch columns, and the strips before had another width; reset() starts anew"
             )
         elif self.prefix == "carry":
-            x = torch.cat([state.prefix, x[:, prefix:]], 1)
+            x = torch.cat([state.prefix.to(x), x[:, prefix:]], 1)
         seen = torch.cat([state.valid, valid], 1)
         mask = None
         if not seen.all():
@@ -231,24 +256,27 @@ class StripReader(nn.Module):
         x, given = self._through_blocks(x, mask, state, Grid(rows, cols, top=state.rows))
         tokens = model.norm(x)
         patches = valid.repeat_interleave(cols, 1)[..., None]
-        total = (tokens[:, prefix:] * patches).sum(1)
+        wide = torch.promote_types(tokens.dtype, torch.float32)
+        total = (tokens[:, prefix:] * patches).sum(1, dtype=wide)
         count = patches.sum(1)
         here = valid.any(1, keepdim=True)
         if self.pool == "avg":
             total, count = state.total + total, state.count + count
         elif self.pool == "token":
-            total, count = tokens[:, 0], torch.ones_like(count)
+            total, count = tokens[:, 0].to(wide), torch.ones_like(count)
         if self.pool != "avg":  # an image that has ended keeps what it had
             total, count = torch.where(here, total, state.total), torch.where(here, count, state.count)
-        carried = torch.where(here[..., None], x[:, :prefix], state.prefix)
+        carried = torch.where(here[..., None], x[:, :prefix], state.prefix.to(x))
         keep = seen.shape[1] if self.memory_rows is None else min(self.memory_rows, seen.shape[1])
-        hidden = [
-            torch.cat([old, new], 1)[:, (seen.shape[1] - keep) * cols :]
+        old_rows = max(0, keep - rows)
+        hidden = [  # copies, so that nothing but what is kept stays alive
+            torch.cat([old[:, (state.rows - old_rows) * cols :].to(new), new[:, (rows - min(keep, rows)) * cols :]], 1)
             for old, new in zip(state.hidden, given, strict=True)
         ]
         if self.detach:
             hidden, carried = [h.detach() for h in hidden], carried.detach()
-        return tokens, StripState(keep, hidden, seen[:, seen.shape[1] - keep :], carried, total, count)
+        kept = seen[:, seen.shape[1] - keep :].clone()
+        return tokens, StripState(keep, hidden, kept, carried, total, count, ended=~valid[:, -1])
 
     def _start(self, x: Tensor, cols: int) -> StripState:
         batch, width = x.shape[0], x.shape[2]
@@ -257,8 +285,9 @@ class StripReader(nn.Module):
             hidden=[x.new_empty(batch, 0, width)] * len(self._model.blocks),
             valid=torch.ones(batch, 0, dtype=torch.bool, device=x.device),
             prefix=x[:, : self._model.num_prefix_tokens],
-            total=x.new_zeros(batch, width),
+            total=x.new_zeros(batch, width, dtype=torch.promote_types(x.dtype, torch.float32)),
             count=torch.zeros(batch, 1, dtype=torch.int64, device=x.device),
+            ended=torch.zeros(batch, dtype=torch.bool, device=x.device),
         )
 
     def _through_blocks(
@@ -293,21 +322,22 @@ class StripReader(nn.Module):
             if not attn.position_terms.covers(*reach, as_they_are=True).all():
                 self._warned = True
                 warnings.warn(
-                    f"a strip sees {seen[0]} rows and {seen[1]} columns of patches, beyond which its tables were "
-                    "trained, where their last entry is repeated: see vitrel.coverage(model)",
+                    f"a strip sees {seen[0]} rows and {seen[1]} columns of patches, more than its tables were "
+                    "trained for, so that their last entry is repeated: see vitrel.coverage(model)",
                     stacklevel=2,
                 )
         return rows, cols
 
     def _classify(self, state: StripState) -> Tensor:
         model = self._model
-        pooled = state.total / state.count.clamp(min=1)
+        pooled = (state.total / state.count.clamp(min=1)).to(state.prefix.dtype)
         return model.head(model.head_drop(model.fc_norm(pooled)))
 
     def _checked(self, image: Tensor) -> Tensor:
         patches = self._model.patch_embed
-        if image.ndim != 4:
-            raise ValueError(f"image: expected shape (B, C, h, w), got {tuple(image.shape)}")
+        if not isinstance(image, Tensor) or image.ndim != 4:
+            got = tuple(image.shape) if isinstance(image, Tensor) else type(image).__name__
+            raise ValueError(f"image: expected a tensor of shape (B, C, h, w), got {got}")
         if not patches.dynamic_img_pad and any(
             side < patch or side % patch for side, patch in zip(image.shape[-2:], patches.patch_size, strict=True)
         ):
@@ -324,13 +354,26 @@ class StripReader(nn.Module):
     def _valid_rows(self, heights: Sequence[int] | None, image: Tensor, floor: int) -> Tensor | None:
         if heights is None:
             return None
-        if len(heights) != len(image) or not all(floor <= height <= image.shape[-2] for height in heights):
+        patch = 1 if self._model.patch_embed.dynamic_img_pad else self._model.patch_embed.patch_size[0]
+        if isinstance(heights, Tensor):
+            heights = heights.tolist()
+        if not (
+            isinstance(heights, Sequence)
+            and len(heights) == len(image)
+            and all(hasattr(n, "__index__") and floor <= n <= image.shape[-2] and n % patch == 0 for n in heights)
+        ):
             raise ValueError(
-                f"heights: expected {len(image)} numbers of pixels from {floor} to {image.shape[-2]}, "
-                f"got {list(heights)}"
+                f"heights: expected {len(image)} numbers of pixels from {floor} to {image.shape[-2]} that "
+                f"are multiples of {patch}, got {heights}"
             )
         below = torch.arange(self._grid(image)[0], device=image.device) * self._model.patch_embed.patch_size[0]
         return below < torch.as_tensor(list(heights), device=image.device)[:, None]
+
+
+def _rows(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
+        raise ValueError(f"{name}: expected a number of patch rows, at least {least}, got {value!r}")
+    return operator.index(value)
 
 
 @contextmanager
@@ -350,6 +393,10 @@ def _pool(model: Any, pool: str | None) -> str:
         raise ValueError(f"{what} cannot go on over strips, expected one of {', '.join(POOLS)}")
     if name == "token" and not model.num_prefix_tokens:
         raise ValueError("pool: 'token' needs a class token, and the model has none; take avg or last")
+    if name == "avg" and getattr(model, "pool_include_prefix", False):
+        raise ValueError(
+            "pool: the model averages prefix tokens too (pool_include_prefix), which strips have many times"
+        )
     return str(name)
 
 
@@ -357,6 +404,10 @@ def _check_model(model: Any) -> None:
     name = type(model).__name__
     if isinstance(model, StripReader):
         raise TypeError("model: a StripReader already; give it the model inside, reader.model")
+    if hasattr(model, "_orig_mod"):
+        raise TypeError(
+            "model: compiled by torch.compile; give the model as it was, and compile its blocks or the reader"
+        )
     if not isinstance(model, VisionTransformer) or isinstance(model, VisionTransformerDistilled):
         raise TypeError(
             f"model: cannot read strips with {name}; expected a vitrel model, or a timm VisionTransformer (with one "
@@ -367,8 +418,13 @@ def _check_model(model: Any) -> None:
     if model.pos_embed is not None:
         raise ValueError(
             f"model: {name} has an absolute position embedding, which has no entry for a row of a taller image; "
-            "make it relative with keep_absolute=False"
+            "build it with pos_embed='none', or make it relative with keep_absolute=False"
         )
+    if not isinstance(model.patch_embed, PatchEmbed):
+        kind = type(model.patch_embed).__name__
+        raise TypeError(f"model: its {kind} looks beyond a patch, and would see a seam; expected a PatchEmbed")
+    if len({id(getattr(block, "attn", block)) for block in model.blocks}) < len(model.blocks):
+        raise ValueError("blocks: two of them share an attention, which can hold one memory; give each its own")
     for n, block in enumerate(model.blocks):
         attn = getattr(block, "attn", None)
         if type(attn) is not RelativeAttention2d:

@@ -64,7 +64,8 @@ def build_model(config: ModelConfig, num_classes: int) -> nn.Module:
     try:
         return vitrel.StripReader(model, config.strip_rows, config.memory_rows)
     except (TypeError, ValueError) as e:
-        raise ConfigError(f"model.strip_rows: {one_line(str(e))}") from None
+        text = one_line(str(e))
+        raise ConfigError(f"model.{text}" if text.startswith("memory_rows:") else f"model.strip_rows: {text}") from None
 
 
 def timm_model(net: nn.Module) -> nn.Module:

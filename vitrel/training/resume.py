@@ -159,7 +159,7 @@ def _take_model(config: TrainConfig, path: Path, stored: dict[str, Any]) -> None
         now = {**then, **given, "kwargs": {**then["kwargs"], **config.model.kwargs}}
         for key in ("mean", "std", "crop_pct"):
             setattr(config.data, key, stored["data"][key])
-    for name in ("arch", "rel_pos", "img_size", "patch_size", "kwargs"):
+    for name in ("arch", "rel_pos", "img_size", "patch_size", "strip_rows", "memory_rows", "kwargs"):
         if then.get(name) != now[name]:
             raise ConfigError(
                 f"ckpt_path: {path} was trained with model.{name} {then.get(name)}, now it is {now[name]}; "

@@ -25,6 +25,10 @@ def cell(inputs: InputConfig, count: int) -> InputConfig:
         raise ConfigError(
             f"data.stack: {count} pictures do not divide the model's {rows} pixel rows; change model.img_size"
         )
+    if count > 1 and rows // count < 4:
+        raise ConfigError(
+            f"data.stack: pictures of {rows // count} pixel rows have no room for a mark, expected at least 4"
+        )
     return replace(inputs, size=(rows // count, cols))
 
 
