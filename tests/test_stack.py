@@ -3,10 +3,12 @@
 import pytest
 import timm
 import torch
+from PIL import Image
 
 import vitrel
 from vitrel.training.config import from_dict
 from vitrel.training.data import PictureDataModule
+from vitrel.training.export import export
 from vitrel.training.fileio import ConfigError
 from vitrel.training.run import evaluate, run
 from vitrel.training.settings import DataConfig
@@ -94,6 +96,15 @@ def test_a_run_in_strips_leaves_its_timm_model_and_is_evaluated_again(tmp_path):
     assert model.patch_embed.img_size == (48, 8)
     vitrel.StripReader(model, 4, 2)
     assert evaluate(folder)["test/acc"] == results["test/acc"]
+    export(folder, tmp_path / "shared")
+    card = (tmp_path / "shared" / "README.md").read_text()
+    assert "model = vitrel.StripReader(model, 4, 2)\n" in card
+    assert "accuracy is that of reading images in strips" in card
+    code = card.split("```python\n")[1].split("```")[0].replace("local-dir:shared", f"local-dir:{tmp_path}/shared")
+    Image.new("RGB", (8, 48)).save(tmp_path / "image.png")
+    exec(code.replace("image.png", str(tmp_path / "image.png")), {})
+    with pytest.raises(ConfigError, match="in strips"):
+        export(folder, tmp_path / "onnx", onnx=True)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,8 @@ def export(run: str | Path, folder: str | Path, onnx: bool = False, license: str
     missing = [name for name in ONNX_PACKAGES if onnx and importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"--onnx needs {', '.join(missing)}: pip install {' '.join(missing)}")
+    if onnx and "strips" in config:
+        raise ConfigError("--onnx: this run reads its images in strips, and model.onnx would read them in one pass")
     model = _load(run / "model")
     config["pretrained_cfg"]["license"] = license
     with whole_folder(folder) as beside:
@@ -50,7 +52,9 @@ def export(run: str | Path, folder: str | Path, onnx: bool = False, license: str
         shutil.copyfile(run / "model" / "model.safetensors", beside / "model.safetensors")
         card = _card(model, config, results, license, onnx)
         name = folder.resolve().name
-        (beside / "README.md").write_text(generate_readme({**card, "usage": _usage(name)}, name), encoding="utf-8")
+        (beside / "README.md").write_text(
+            generate_readme({**card, "usage": _usage(name, config)}, name), encoding="utf-8"
+        )
         if onnx:
             _write_onnx(model, beside / ONNX_FILE)
     return folder
@@ -128,7 +132,11 @@ def _card(
     }
 
 
-def _usage(name: str) -> str:
+def _usage(name: str, config: dict[str, Any]) -> str:
+    strips, reader, note = config.get("strips"), "", ""
+    if strips:
+        reader = f"model = vitrel.StripReader(model, {strips['strip_rows']}, {strips['memory_rows']})\n"
+        note = "The accuracy is that of reading images in strips. "
     return f"""```python
 import timm, torch, vitrel  # importing vitrel registers its models with timm
 from PIL import Image
@@ -137,12 +145,12 @@ from PIL import Image
 model = timm.create_model("local-dir:{name}", pretrained=True).eval()
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
 image = transform(Image.open("image.png").convert("RGB"))
-with torch.inference_mode():
+{reader}with torch.inference_mode():
     probabilities = model(image[None]).softmax(-1)[0]
-print(model.pretrained_cfg["label_names"][probabilities.argmax()], probabilities.max().item())
+print({"model.model" if strips else "model"}.pretrained_cfg["label_names"][probabilities.argmax()], probabilities.max().item())
 ```
 
-`num_classes=` puts a new classifier in, `img_size=` takes another image size; the position tables are resized.
+{note}`num_classes=` puts a new classifier in, `img_size=` takes another image size; the position tables are resized.
 """
 
 

@@ -105,10 +105,17 @@ def save_model_folder(
         save_for_hf(
             timm_model(model),
             str(beside),
-            model_config={"label_names": list(label_names)},
+            model_config={"label_names": list(label_names), **_strips(model)},
             safe_serialization=True,
             data_config=dict(data_config),
         )
+
+
+def _strips(model: nn.Module) -> dict[str, Any]:
+    """How a model reads its images, for ``config.json``; nothing for one pass."""
+    if not isinstance(model, vitrel.StripReader):
+        return {}
+    return {"strips": {"strip_rows": model.strip_rows, "memory_rows": model.memory_rows}}
 
 
 def _check_name(config: ModelConfig) -> None:

@@ -39,7 +39,7 @@ from vitrel.training.images import DataError
 from vitrel.training.loggers import build_loggers, finish_wandb, run_folder
 from vitrel.training.model import build_model, save_model_folder, timm_model
 from vitrel.training.resume import Resume, WholeCheckpointIO, find_resume, read_checkpoint, read_resume
-from vitrel.training.settings import TrainConfig
+from vitrel.training.settings import ModelConfig, TrainConfig
 from vitrel.training.sources import Source, find_source
 from vitrel.training.task import ClassificationTask, NonFiniteError
 from vitrel.training.transforms import InputConfig
@@ -107,7 +107,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
         if folder and trainer.is_global_zero:
             save_model_folder(task.net, folder / "model", data.classes, inputs.as_data_config())
             write_whole(folder / "results.json", json.dumps(results, indent=2) + "\n")
-        _report(trainer, results)
+        _report(trainer, results, config.model)
     except (KeyboardInterrupt, SystemExit) as e:
         status = 143 if isinstance(e, SIGTERMException) or trainer.received_sigterm else 130
         raise StoppedError(f"stopped: {_saved(trainer, resume)}", status) from None
@@ -332,7 +332,7 @@ def _announce(
 
 
 @rank_zero_only
-def _report(trainer: pl.Trainer, results: dict[str, Any]) -> None:
+def _report(trainer: pl.Trainer, results: dict[str, Any], model_config: ModelConfig) -> None:
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger) and getattr(logger.experiment, "offline", False):
             here = Path(logger.experiment.dir).parent.parent
@@ -347,7 +347,10 @@ def _report(trainer: pl.Trainer, results: dict[str, Any]) -> None:
     if folder:
         print(f"run folder {folder}")
         model = Path(folder, "model").resolve().as_posix()
-        print(f'import timm, vitrel; model = timm.create_model("local-dir:{model}", pretrained=True)')
+        reader = ""
+        if model_config.strip_rows is not None:
+            reader = f"; reader = vitrel.StripReader(model, {model_config.strip_rows}, {model_config.memory_rows})"
+        print(f'import timm, vitrel; model = timm.create_model("local-dir:{model}", pretrained=True){reader}')
 
 
 _NOISE = (
