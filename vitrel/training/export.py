@@ -145,9 +145,10 @@ from PIL import Image
 model = timm.create_model("local-dir:{name}", pretrained=True).eval()
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
 image = transform(Image.open("image.png").convert("RGB"))
+labels = model.pretrained_cfg["label_names"]
 {reader}with torch.inference_mode():
     probabilities = model(image[None]).softmax(-1)[0]
-print({"model.model" if strips else "model"}.pretrained_cfg["label_names"][probabilities.argmax()], probabilities.max().item())
+print(labels[probabilities.argmax()], probabilities.max().item())
 ```
 
 {note}`num_classes=` puts a new classifier in, `img_size=` takes another image size; the position tables are resized.
