@@ -40,7 +40,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = ["attention", "model", "train", "memory", "strips", "loader"]
     parser.add_argument("--what", choices=kinds, default="train")
-    parser.add_argument("--presets", nargs="*", default=["bias", "txl", "shaw", "deberta"])
+    parser.add_argument("--presets", nargs="*", help="bias txl, and but for strips shaw deberta, unless given")
     parser.add_argument("--backends", nargs="+", default=["auto"], choices=["auto", *BACKENDS], help="where timed")
     parser.add_argument("--peers", action="store_true", help="timm's own, and the naive four terms, as well")
     parser.add_argument("--grids", nargs="+", type=int, default=[8, 14, 32, 64], help="for attention and memory")
@@ -55,6 +55,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file to keep the rows in")
     parser.add_argument("--only", nargs=3, help=argparse.SUPPRESS)
     args, rest = parser.parse_known_args()
+    if args.presets is None:
+        args.presets = ["bias", "txl"] if args.what == "strips" else ["bias", "txl", "shaw", "deberta"]
     if rest and args.what != "loader":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     for name, least in (("repeats", 1), ("steps", 1), ("batch", 0)):

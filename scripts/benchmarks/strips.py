@@ -31,7 +31,9 @@ def strips(args: argparse.Namespace, sync: Run) -> list[dict[str, Any]]:
         for memory in (-1, MEMORY, 0):
             heights = args.rows[:1] if memory < 0 else args.rows
             runs = {str(rows): _reader(preset, memory, rows, args) for rows in heights}
-            seconds = {name: statistics.median(found) for name, found in paired(runs, args.repeats, sync).items()}
+            seconds = {
+                name: statistics.median(found) for name, found in paired(runs, min(args.repeats, 3), sync).items()
+            }
             place = ["--device", args.device, "--dtype", args.dtype, "--what", "strips"]
             for name, spent in seconds.items():
                 how = "one pass" if memory < 0 else f"strips, memory {memory}"
