@@ -49,6 +49,7 @@ def test_the_defaults_pass():
         (["--trainer.accelerator", "nope"], "trainer: "),
         (["--trainer.limit_val_batches", "-1"], "trainer: "),
         (["--trainer.strategy", "nope"], "trainer: "),
+        (["--trainer.strategy", "ddp_spawn"], "trainer.strategy: ddp_spawn starts processes"),
         (["--ckpt_path", "x.ckpt"], "ckpt_path: there is no file x.ckpt; give a .ckpt file or 'last'"),
         (["--model.img_size", "30"], "model.img_size: 30 x 30 is not a multiple of vitrel_micro_patch4_32's patch"),
         (["--model.patch_size", "3"], "32 x 32 is not a multiple of vitrel_micro_patch4_32's patch of 3 x 3 pixels"),

@@ -48,6 +48,14 @@ def same_weights(a, b, name="last.ckpt"):
     return all(torch.equal(first[k], second[k]) for k in first)
 
 
+@pytest.fixture(autouse=True)
+def as_in_a_terminal():
+    """A shell starts a job in the background with Ctrl-C ignored, and Python leaves it so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_a_run_in_one_line_that_says_how_to_go_on(tiny, monkeypatch, capsys, tmp_path, number, status):
     words = options(tiny(*FAKE, "--trainer.max_epochs", "3"))
@@ -71,6 +79,15 @@ def test_a_signal_ends_a_run_in_one_line_that_says_how_to_go_on(tiny, monkeypatc
     assert (results["epochs"], results["resumed_from"]) == (3, str(last))
     straight = run(tiny(*FAKE[:4], "--trainer.max_epochs", "3", "--name", "straight"))
     assert same_weights(results, straight)
+
+
+def test_another_global_batch_is_said(tiny, capsys):
+    first = run(tiny(*FAKE))
+    capsys.readouterr()
+    run(tiny(*FAKE, "--ckpt_path", "last", "--trainer.max_epochs", "2", "--trainer.accumulate_grad_batches", "2"))
+    said = capsys.readouterr().err
+    assert "trainer.accumulate_grad_batches None is now 2: optim.lr stays" in said
+    assert first["epochs"] == 1
 
 
 def test_a_finished_run_is_not_run_again_but_goes_on_to_more_epochs(tiny, capsys):
@@ -133,7 +150,7 @@ def test_a_fine_tuned_run_goes_on_without_the_model_it_began_from(tiny, tmp_path
     straight = run(parse([*tune, "--name", "straight"]))
     with monkeypatch.context() as patch:
         stop_at(patch, 1, lambda: os.kill(os.getpid(), signal.SIGINT))
-        with pytest.raises(StoppedError, match="1 epochs are saved"):
+        with pytest.raises(StoppedError, match="1 epoch is saved"):
             run(parse([*tune, "--name", "tuned"]))
     shutil.rmtree(first["folder"])
     resumed = run(parse([*tune, "--name", "tuned", "--ckpt_path", "last"]))
@@ -164,9 +181,7 @@ def test_a_disk_that_takes_no_more_is_one_line_and_keeps_the_last_checkpoint(tin
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     written = capsys.readouterr().err
     assert written.startswith(f"error: {last.parent}/")
-    assert written.endswith(
-        f".ckpt: File too large; 1 epochs are saved in {last}; --ckpt_path last goes on from there\n"
-    )
+    assert written.endswith(f".ckpt: File too large; 1 epoch is saved in {last}; --ckpt_path last goes on from there\n")
     assert written.count("\n") == 1
     assert sorted(p.name for p in last.parent.iterdir()) == ["best-epoch000.ckpt", "last.ckpt"]
     monkeypatch.undo()

@@ -207,8 +207,8 @@ def test_two_processes_leave_one_run_one_set_of_maps_and_the_best_model(tiny, tm
     assert (results["processes"], results["global_batch"]) == (2, 16)
     assert (results["epochs"], results["steps"], results["checkpoint"]) == (3, 9, "best-epoch000.ckpt")
     (kept,) = (tmp_path / "runs" / "wandb").glob("offline-run-*")
-    pictures = sorted(p.name.split("_")[0] for p in (kept / "files/media/images/maps").iterdir())
-    assert pictures == ["blocks.0", "blocks.1"]
+    pictures = sorted("_".join(p.name.split("_")[:2]) for p in (kept / "files/media/images/maps").iterdir())
+    assert pictures == ["blocks_00", "blocks_01"]
     assert len(list(tmp_path.glob("prepared*"))) == 2  # by one process for the training, by one for the test
     exported = timm.create_model(f"local-dir:{folder / 'model'}", pretrained=True).state_dict()
     assert same(exported, {k.removeprefix("net."): v for k, v in weights(folder, "best-").items()})

@@ -256,3 +256,13 @@ def test_the_real_cifar100(shared):
     source = find_source(DataConfig(name="cifar100", root=str(root)))
     assert len(source.classes) == 100
     assert source.classes == sorted(source.classes)
+
+
+def test_a_class_without_a_picture_to_train_on_is_said(tmp_path, caplog):
+    for split in ("train", "test"):
+        for label, count in (("ant", 6), ("bee", 6), ("cat", 0 if split == "train" else 2)):
+            (tmp_path / split / label).mkdir(parents=True)
+            for i in range(count):
+                Image.new("RGB", (4, 4), (i, 0, 0)).save(tmp_path / split / label / f"{i}.png")
+    find_source(DataConfig(name="folder", root=str(tmp_path), val_size=0.34)).check()
+    assert "no picture to train on of 1 of 3 classes: cat" in caplog.text

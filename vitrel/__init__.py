@@ -43,6 +43,10 @@ __all__ = [
 __version__ = "0.1.0"
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name.startswith("plot_") and name in __all__:  # matplotlib is loaded when a picture is asked for, not before
         from vitrel import plots

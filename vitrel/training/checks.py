@@ -49,6 +49,11 @@ def check(config: TrainConfig) -> None:
         raise ConfigError("model.memory_rows: without model.strip_rows an image is read in one pass; give both")
     if config.model.strip_rows is not None and config.model.compile:
         raise ConfigError("model.compile: not with model.strip_rows, which reads a model in strips; leave one out")
+    if "spawn" in str(config.trainer.get("strategy")):
+        raise ConfigError(
+            f"trainer.strategy: {config.trainer['strategy']} starts processes without what the run has opened; take"
+            " ddp or ddp_fork"
+        )
     check_model(config.model)
     _check_trainer(config.trainer)
 

@@ -97,7 +97,8 @@ def _wandb_logger(config: TrainConfig, mode: str, run_id: str) -> WandbLogger | 
     wandb.setup(settings=wandb.Settings(silent=True))
     if mode == "online":
         if not _has_key():
-            _say(f"W&B: no API key ('wandb login' stores one), so this run is kept offline; {later}")
+            key = "no valid API key" if os.environ.get("WANDB_API_KEY") else "no API key"
+            _say(f"W&B: {key} ('wandb login' stores one), so this run is kept offline; {later}")
         else:
             logger = _logger(config, "online", run_id)
             try:
@@ -111,16 +112,17 @@ def _wandb_logger(config: TrainConfig, mode: str, run_id: str) -> WandbLogger | 
 
 
 def _find_a_home(folder: Path) -> None:
-    """W&B logs to the terminal what it cannot log below the user's cache folder; the run's own serves as well."""
-    home = os.environ.get("HOME")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or (Path(home, ".cache") if home else "/dev/null/none"))
-    try:
-        (cache / "wandb").mkdir(parents=True, exist_ok=True)
-        usable = os.access(cache / "wandb", os.W_OK)
-    except OSError:
-        usable = False
-    if not usable:
-        os.environ["XDG_CACHE_HOME"] = str(folder.resolve() / ".cache")
+    """W&B fails, or logs to the terminal, without the user's cache and data folders; the run's own serve as well."""
+    home = os.environ.get("HOME") or "/dev/null/none"
+    for variable, name in (("XDG_CACHE_HOME", ".cache"), ("XDG_DATA_HOME", ".local/share")):
+        place = Path(os.environ.get(variable) or Path(home, name), "wandb")
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            usable = os.access(place, os.W_OK)
+        except OSError:
+            usable = False
+        if not usable:
+            os.environ[variable] = str(folder.resolve() / ".cache")
 
 
 def _logger(config: TrainConfig, mode: str, run_id: str) -> WandbLogger:

@@ -105,6 +105,8 @@ def load(source: str) -> nn.Module:
             )
         if not timm.is_model(source.split(".")[0]):
             raise ConfigError(f"{source}: no such folder, and no model of that name (see timm.list_models('vitrel*'))")
+    if name == source and not source.startswith("vitrel_"):
+        raise ConfigError(f"{source}: nothing to draw; it has no position terms (vitrel.relativize gives it some)")
     try:
         return timm.create_model(name, pretrained=True).eval()
     except (KeyError, TypeError, json.JSONDecodeError) as e:  # not what a saved model has in it

@@ -83,7 +83,17 @@ def find_resume(config: TrainConfig) -> Resume | None:
             f"ckpt_path: {path} has {resume.epochs} epochs already and its run is finished; raise trainer.max_epochs"
             f" (now {config.trainer.get('max_epochs')}) to go on"
         )
+    _warn_of_another_batch(config, stored["hyper_parameters"]["config"])
     return resume
+
+
+def _warn_of_another_batch(config: TrainConfig, stored: dict[str, Any]) -> None:
+    pairs: list[tuple[str, Any, Any]] = [("data.batch_size", stored["data"].get("batch_size"), config.data.batch_size)]
+    for name in ("devices", "num_nodes", "accumulate_grad_batches"):
+        pairs.append((f"trainer.{name}", stored["trainer"].get(name), config.trainer.get(name)))
+    changed = [f"{name} {then} is now {now}" for name, then, now in pairs if then != now]
+    if changed:
+        _say(f"ckpt_path: {', '.join(changed)}: optim.lr stays, which is stated for the global batch")
 
 
 def read_resume(path: Path, stored: dict[str, Any] | None = None) -> Resume:

@@ -148,7 +148,8 @@ def _saved(trainer: pl.Trainer, resume: Resume | None) -> str:
     for path in paths:
         if path.is_file():
             epochs = read_resume(path).epochs
-            return f"{epochs} epochs are saved in {path}; --ckpt_path last goes on from there"
+            saved = "1 epoch is" if epochs == 1 else f"{epochs} epochs are"
+            return f"{saved} saved in {path}; --ckpt_path last goes on from there"
     return "nothing is saved, since no epoch was complete"
 
 

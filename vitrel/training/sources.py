@@ -208,6 +208,10 @@ class ClassFolders(Source):
     def check(self) -> None:
         for name in _ALIASES:
             self._indices(name)
+        _, labels, indices = self._indices("train")
+        bare = [name for label, name in enumerate(self.classes) if label not in labels[indices]]
+        if bare:
+            _warn(f"no picture to train on of {len(bare)} of {len(self.classes)} classes: {', '.join(bare[:SHOWN])}")
 
     def split(self, name: SplitName) -> Split:
         files, labels, indices = self._indices(name)
