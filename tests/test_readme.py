@@ -4,10 +4,10 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
+import preloaded
 import pytest
 from PIL import Image
 
@@ -43,11 +43,9 @@ def workplace(tmp_path_factory):
     return place
 
 
-def run(command, place):
-    environment = {**os.environ, "WANDB_MODE": "disabled"}
-    result = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+def python(arguments, place):
+    status, output = preloaded.run(arguments, place, {**os.environ, "WANDB_MODE": "disabled"})
+    assert status == 0, f"{arguments}: {output}"
 
 
 def test_the_readme_has_commands_of_each_kind():
@@ -63,20 +61,23 @@ def test_the_readme_has_commands_of_each_kind():
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make")])
 def test_make_knows_the_target(command):
     """What the targets do is run by the other tests; here make would call itself."""
-    assert ".venv/bin/python" in run([*shlex.split(command), "--dry-run"], REPOSITORY)
+    made = subprocess.run(
+        [*shlex.split(command), "--dry-run"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert ".venv/bin/python" in made.stdout
 
 
 @pytest.mark.slow
 def test_the_commands_and_the_python_run_in_order(workplace):
     for kind, text in BLOCKS:
         if kind == "python":
-            run([sys.executable, "-c", text], workplace)
+            python(["-c", text], workplace)
         for line in text.splitlines() if kind == "bash" else []:
             words = shlex.split(line)
             if words[:1] == ["python"]:
                 short = SHORT if words[1] == "scripts/train.py" else []
                 more = ["--trainer.max_epochs", "2"] if "--ckpt_path" in words else []  # the run before is finished
-                run([sys.executable, *words[1:], *short, *more], workplace)
+                python([*words[1:], *short, *more], workplace)
     assert list(workplace.glob("runs/digits/version_0/bias_maps/*.png"))
 
 

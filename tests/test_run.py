@@ -209,7 +209,7 @@ def test_two_processes_leave_one_run_one_set_of_maps_and_the_best_model(tiny, tm
     (kept,) = (tmp_path / "runs" / "wandb").glob("offline-run-*")
     pictures = sorted("_".join(p.name.split("_")[:2]) for p in (kept / "files/media/images/maps").iterdir())
     assert pictures == ["blocks_00", "blocks_01"]
-    assert len(list(tmp_path.glob("prepared*"))) == 2  # by one process for the training, by one for the test
+    assert len(list(tmp_path.glob("prepared*"))) == 3  # by one process each for the check, the training and the test
     exported = timm.create_model(f"local-dir:{folder / 'model'}", pretrained=True).state_dict()
     assert same(exported, {k.removeprefix("net."): v for k, v in weights(folder, "best-").items()})
     assert evaluate(folder)["test/acc"] == pytest.approx(results["test/acc"])
