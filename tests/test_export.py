@@ -4,11 +4,10 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
+import preloaded
 import pytest
 import safetensors.torch
 import timm
@@ -274,15 +273,12 @@ def test_missing_packages_are_named(run, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_script(run, tmp_path):
     def script(*words):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.run(
-            [sys.executable, SCRIPT, *words], cwd=tmp_path, capture_output=True, text=True, env=environment
-        )
+        return preloaded.run([str(SCRIPT), *map(str, words)], tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"})
 
     done = script(run, "shared")
-    assert (done.returncode, done.stdout) == (0, "shared\n"), done.stderr
+    assert done == (0, "shared\n")
     assert torch.equal(load(tmp_path / "shared")(images(48, 32)), trained()(images(48, 32)))
-    refused = script("nowhere", "other")
-    assert refused.returncode == 2
-    assert refused.stderr.startswith("error: nowhere: no such folder; ")
-    assert refused.stderr.count("\n") == 1
+    status, said = script("nowhere", "other")
+    assert status == 2
+    assert said.startswith("error: nowhere: no such folder; ")
+    assert said.count("\n") == 1

@@ -91,6 +91,6 @@ def test_a_resumed_run_continues_its_run_of_wandb(tiny, offline, tmp_path, capsy
     (line,) = (text for text in capsys.readouterr().out.splitlines()[5:] if "wandb sync" in text)
     assert line.split("wandb sync ")[1].split() == sorted(map(str, (tmp_path / "runs/wandb").glob("offline-run-*")))
     run(tiny(*options))
-    ids = [path.name.rsplit("-", 1)[1] for path in sorted((tmp_path / "runs/wandb").glob("offline-run-*"))]
+    ids = [path.name.split("-")[3] for path in sorted((tmp_path / "runs/wandb").glob("offline-run-*"))]
     assert len(ids) == 3
     assert len(set(ids)) == 2  # the resumed run has the name of the first

@@ -7,6 +7,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
 import vitrel
+from vitrel.maps import TermMap
 from vitrel.plots import plot_ablation, plot_sizes
 
 
@@ -81,6 +82,16 @@ def test_a_row_per_map_and_one_per_spread():
     )]  # fmt: skip
     with pytest.raises(ValueError, match="nothing to draw: the block has no maps"):
         vitrel.plot_term_maps({})
+
+
+def test_a_spread_of_rounding_alone_is_none():
+    values = torch.zeros(1, 3, 3)
+    values[0, 1, 2] = 28
+    for least, shown in ((4e-7, 0.0), (0.5, 0.5)):
+        one = TermMap("query term, mean", "added to the score", values, spread=torch.full((1, 3, 3), least))
+        figure = vitrel.plot_term_maps({"query": one})
+        (image,) = (i for ax in figure.subfigs[1].axes for i in ax.images)
+        assert float(image.get_array().max()) == shown
 
 
 @pytest.mark.parametrize(("offset", "place"), [((0, -1), (1, 4)), ((-1, 0), (2, 3))], ids=["right", "below"])

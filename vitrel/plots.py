@@ -75,7 +75,8 @@ def plot_term_maps(maps: Mapping[str, TermMap], block: str = "", *, head_inches:
         rows.append((title, one.unit, one.values, one.signed))
         if one.spread is not None:
             title = f"{title.removesuffix(', mean')}, spread over queries and pictures"
-            rows.append((title, "standard deviation", one.spread, False))
+            rounding = one.spread <= 1e-5 * one.values.nan_to_num(0).abs().max()
+            rows.append((title, "standard deviation", one.spread.masked_fill(rounding, 0), False))
     return _rows(rows, head_inches)
 
 

@@ -337,7 +337,9 @@ def _report(trainer: pl.Trainer, results: dict[str, Any], model_config: ModelCon
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger) and getattr(logger.experiment, "offline", False):
             here = Path(logger.experiment.dir).parent.parent
-            parts = sorted(map(str, here.glob(f"offline-run-*-{logger.version}")))  # a resumed run has several
+            # A resumed run has several parts, numbered where two began in one second.
+            names = (f"offline-run-*-{logger.version}", f"offline-run-*-{logger.version}-[0-9]*")
+            parts = sorted(str(part) for name in names for part in here.glob(name))
             print(f"W&B kept this run offline; to send it: wandb sync {' '.join(parts)}")
     folder = results["folder"]
     split = "test" if results["tested_on"] == "test" else "validation"
