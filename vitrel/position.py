@@ -15,7 +15,7 @@ from vitrel.tables import Axes, LearnedTable, MlpTable, SinusoidTable, Tables
 
 T = TypeVar("T")
 
-KEPT_BYTES = 32 << 20  # per layer; beyond, the oldest goes, and what is larger is made anew for each call
+KEPT_BYTES = 128 << 20  # per layer; beyond, the oldest goes, and what is larger is made anew for each call
 
 
 @dataclass(frozen=True)
