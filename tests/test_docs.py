@@ -11,7 +11,7 @@ import pytest
 
 from vitrel.position import PositionTerms
 from vitrel.relpos import DISTANCES, PRESETS, TERMS, RelPos
-from vitrel.tables import RESIZE
+from vitrel.resize import RESIZE
 from vitrel.training.config import parse
 
 PAGE = (Path(__file__).parents[1] / "docs" / "presets.md").read_text(encoding="utf-8")

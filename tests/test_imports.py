@@ -8,6 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "vitrel"
 ORDER = [
     "grid",
+    "resize",
     "tables",
     "rotary",
     "relpos",
@@ -25,6 +26,7 @@ ORDER = [
     "family",
     "vit",
     "zoo",
+    "stripstate",
     "strips",
     "ablate",
     "probe",

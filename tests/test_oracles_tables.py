@@ -10,7 +10,8 @@ from vitrel import RelPos
 from vitrel.grid import AxisDistance, Grid
 from vitrel.originals import flat_table, levit_table, sam_axis, tf_table
 from vitrel.position import PositionTerms
-from vitrel.tables import MlpTable, resize_table
+from vitrel.resize import resize_table
+from vitrel.tables import MlpTable
 
 
 @pytest.mark.parametrize("name", ["scalar__timm_relposbias", "scalar__timm_relposbias_cls"])

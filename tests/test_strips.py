@@ -374,9 +374,9 @@ def test_a_stream_goes_on_after_a_change_of_type():
 @pytest.mark.parametrize(
     ("made", "match"),
     [
-        ({"memory_rows": 1}, "rows kept: 2, and this reader has 1"),
-        ({"pool": "last"}, "pooling: avg, and this reader has last"),
-        ({"of": {"prefix": 3}}, "prefix tokens: 1, and this reader has 3"),
+        ({"memory_rows": 1}, "2 rows kept, expected at most memory_rows=1"),
+        ({"pool": "last"}, "pooling 'avg', expected 'last'"),
+        ({"of": {"prefix": 3}}, "1 prefix tokens, expected 3"),
         ({"of": {"depth": 3}}, "memory of 2 layers, expected 3"),
     ],
     ids=str,

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 
 import vitrel
 from vitrel.relpos import PRESETS
-from vitrel.tables import RESIZE
+from vitrel.resize import RESIZE
 from vitrel.vit import RelativeVisionTransformer
 
 SCHEMES = [

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from vitrel.grid import BUCKETS, AxisDistance
-from vitrel.tables import RESIZE, Axes
+from vitrel.resize import RESIZE
+from vitrel.tables import Axes
 
 
 @dataclass(frozen=True)

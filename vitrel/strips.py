@@ -11,7 +11,7 @@ import operator
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
@@ -24,32 +24,9 @@ from torch import Tensor, nn
 from vitrel.attention import Memory, RelativeAttention2d
 from vitrel.family import RelativeModel
 from vitrel.grid import Grid
+from vitrel.stripstate import POOLS, StripState
 
-POOLS = ("avg", "last", "token")
 PREFIXES = ("renew", "carry")
-
-
-@dataclass
-class StripState:
-    """What a reader knows of the strips that it has read.
-
-    Attributes:
-        rows: Number of patch rows kept of the strips before, at most ``memory_rows``.
-        hidden: Per layer the inputs of its attention for these rows, (B, rows * cols, D).
-        valid: Which of them are no padding, (B, rows), boolean.
-        prefix: What the prefix tokens have become, (B, P, D), where they are carried.
-        total: What is pooled so far, (B, D), float32 at least.
-        count: Number of patches in ``total``, (B, 1).
-        ended: Which images have come to their end, (B,), boolean.
-    """
-
-    rows: int
-    hidden: list[Tensor]
-    valid: Tensor
-    prefix: Tensor
-    total: Tensor
-    count: Tensor
-    ended: Tensor
 
 
 class StripReader(nn.Module):
@@ -175,27 +152,15 @@ class StripReader(nn.Module):
         if not state:
             self._state = None
             return
-        expected = {*StripState.__dataclass_fields__, "pool"}
-        depth, width = len(self._model.blocks), self._model.embed_dim
-        if set(state) != expected:
+        model = self._model
+        saved = StripState.of(state, len(model.blocks), model.embed_dim, model.num_prefix_tokens)
+        if state["pool"] != self.pool:
             raise ValueError(
-                f"state: expected the entries {', '.join(sorted(expected))}, got {', '.join(sorted(state))}"
+                f"state: pooling {state['pool']!r}, expected {self.pool!r}; restore it into a reader made alike"
             )
-        if len(state["hidden"]) != depth or any(h.shape[-1] != width for h in state["hidden"]):
-            raise ValueError(
-                f"state: memory of {len(state['hidden'])} layers, expected {depth} of width {width}; it is that of "
-                "another model"
-            )
-        prefix = self._model.num_prefix_tokens
-        for what, there, here in (
-            ("prefix tokens", state["prefix"].shape[1], prefix),
-            ("pooling", state["pool"], self.pool),
-            ("rows kept", state["rows"], "at most" if self.memory_rows is None else self.memory_rows),
-        ):
-            fits = here == "at most" or there <= here if what == "rows kept" else there == here
-            if not fits:
-                raise ValueError(f"state: {what}: {there}, and this reader has {here}; restore it into one made alike")
-        self._state = StripState(**{k: v for k, v in state.items() if k != "pool"})
+        if self.memory_rows is not None and saved.rows > self.memory_rows:
+            raise ValueError(f"state: {saved.rows} rows kept, expected at most memory_rows={self.memory_rows}")
+        self._state = saved
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
@@ -242,7 +207,7 @@ class StripReader(nn.Module):
         x = model.norm_pre(x)
         prefix = model.num_prefix_tokens
         if state is None:
-            state = self._start(x, cols)
+            state = StripState.start(x, prefix, len(model.blocks))
         elif state.hidden[0].shape[1] != state.rows * cols:
             raise ValueError(
                 f"strip: {cols} patch columns, and the strips before had another width; reset() starts anew"
@@ -255,40 +220,12 @@ class StripReader(nn.Module):
             mask = F.pad(seen.repeat_interleave(cols, 1), (prefix, 0), value=True)[:, None, None]
         x, given = self._through_blocks(x, mask, state, Grid(rows, cols, top=state.rows))
         tokens = model.norm(x)
-        patches = valid.repeat_interleave(cols, 1)[..., None]
-        wide = torch.promote_types(tokens.dtype, torch.float32)
-        total = (tokens[:, prefix:] * patches).sum(1, dtype=wide)
-        count = patches.sum(1)
-        here = valid.any(1, keepdim=True)
-        if self.pool == "avg":
-            total, count = state.total + total, state.count + count
-        elif self.pool == "token":
-            total, count = tokens[:, 0].to(wide), torch.ones_like(count)
-        if self.pool != "avg":  # an image that has ended keeps what it had
-            total, count = torch.where(here, total, state.total), torch.where(here, count, state.count)
-        carried = torch.where(here[..., None], x[:, :prefix], state.prefix.to(x))
-        keep = seen.shape[1] if self.memory_rows is None else min(self.memory_rows, seen.shape[1])
-        old_rows = max(0, keep - rows)
-        hidden = [  # copies, so that nothing but what is kept stays alive
-            torch.cat([old[:, (state.rows - old_rows) * cols :].to(new), new[:, (rows - min(keep, rows)) * cols :]], 1)
-            for old, new in zip(state.hidden, given, strict=True)
-        ]
+        total, count = state.pooled(tokens, valid.repeat_interleave(cols, 1), prefix, self.pool)
+        kept, hidden = state.kept(given, seen, rows, self.memory_rows)
+        carried = torch.where(valid.any(1)[:, None, None], x[:, :prefix], state.prefix.to(x))
         if self.detach:
             hidden, carried = [h.detach() for h in hidden], carried.detach()
-        kept = seen[:, seen.shape[1] - keep :].clone()
-        return tokens, StripState(keep, hidden, kept, carried, total, count, ended=~valid[:, -1])
-
-    def _start(self, x: Tensor, cols: int) -> StripState:
-        batch, width = x.shape[0], x.shape[2]
-        return StripState(
-            rows=0,
-            hidden=[x.new_empty(batch, 0, width)] * len(self._model.blocks),
-            valid=torch.ones(batch, 0, dtype=torch.bool, device=x.device),
-            prefix=x[:, : self._model.num_prefix_tokens],
-            total=x.new_zeros(batch, width, dtype=torch.promote_types(x.dtype, torch.float32)),
-            count=torch.zeros(batch, 1, dtype=torch.int64, device=x.device),
-            ended=torch.zeros(batch, dtype=torch.bool, device=x.device),
-        )
+        return tokens, StripState(kept.shape[1], hidden, kept, carried, total, count, ended=~valid[:, -1])
 
     def _through_blocks(
         self, x: Tensor, mask: Tensor | None, state: StripState, strip: Grid

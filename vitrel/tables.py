@@ -17,6 +17,7 @@ from timm.layers import Mlp, trunc_normal_
 from torch import Tensor, nn
 
 from vitrel.grid import AxisDistance, Grid, offsets
+from vitrel.resize import resize_table
 
 Tables = tuple[Tensor, ...]
 Axes = tuple[AxisDistance, AxisDistance]
@@ -327,63 +328,3 @@ def axis_lookup(tables: Tables, axes: Axes, q_grid: Grid, k_grid: Grid) -> Table
     dh = offsets(q_grid.row_coords(device), k_grid.row_coords(device))
     dw = offsets(q_grid.col_coords(device), k_grid.col_coords(device))
     return tables[0][:, axes[0].index(dh)], tables[1][:, axes[1].index(dw)]
-
-
-def _edge(new: Tensor, old: int, size: int) -> Tensor:
-    """Keep every entry at its offset; beyond the old distance, the last entry."""
-    return new.clamp(-old, old)
-
-
-def _interpolate(new: Tensor, old: int, size: int) -> Tensor:
-    """Stretch the whole axis: the largest offset keeps the last entry."""
-    return new * (old / max(size, 1))
-
-
-def _geometric(new: Tensor, old: int, size: int) -> Tensor:
-    """BEiT's: entries near the centre keep their offsets, those further out lie in geometric progression.
-
-    Its ratio is 1.01 at least, so that a smaller grid gets nearly the centre of the table, and not all of it squeezed.
-    """
-    if old == 0 or size == 0 or old == size:
-        return _interpolate(new, old, size)
-    low, high = 1.01, 10.0
-    for _ in range(100):  # q with 1 + q + ... + q^(old-1) = size
-        ratio = (low + high) / 2
-        low, high = (ratio, high) if sum(ratio**n for n in range(old)) < size else (low, ratio)
-    places = torch.cumsum(torch.tensor([0.0] + [ratio**n for n in range(old)], dtype=torch.float64), 0)
-    places[-1] = max(float(places[-1]), size)
-    distance = new.abs()
-    right = torch.searchsorted(places, distance.contiguous()).clamp(1, old)
-    left = right - 1
-    return new.sign() * (left + (distance - places[left]) / (places[right] - places[left]))
-
-
-RESIZE = {"clamp": _edge, "crop": _edge, "interpolate": _interpolate, "geometric": _geometric}
-
-
-def resize_table(table: Tensor, old: tuple[AxisDistance, ...], new: tuple[AxisDistance, ...], rule: str) -> Tensor:
-    """Fit a table to other distances, axis by axis and linearly in between; zero offset keeps its entry exactly.
-
-    Args:
-        table: (H, entries[, entries][, d]).
-        old: Distance map of each axis of the table.
-        new: Distance maps to fit.
-        rule: ``clamp`` and ``crop`` keep entries at their offsets (further ones repeat the last), ``interpolate``
-            stretches, ``geometric`` stretches the far end more (BEiT). Computed in float32 at least.
-
-    Returns:
-        The same tensor if no axis changes.
-    """
-    wide = table
-    for dim, (a, b) in enumerate(zip(old, new, strict=True), start=1):
-        if a.size == b.size or a.kind != "clamp":
-            continue
-        offset = torch.arange(-b.size if b.directed else 0, b.size + 1, dtype=torch.float64)
-        place = RESIZE[rule](offset, a.size, b.size) + (a.size if a.directed else 0)
-        left = place.floor().long().clamp(0, a.entries - 1)
-        right = (left + 1).clamp(max=a.entries - 1)
-        wide = wide.to(torch.promote_types(table.dtype, torch.float32))
-        weight = (place - left).reshape([-1] + [1] * (table.ndim - dim - 1)).to(wide)
-        lower, upper = (wide.index_select(dim, i.to(table.device)) for i in (left, right))
-        wide = torch.where(weight == 0, lower, lower + weight * (upper - lower))
-    return wide.to(table.dtype)

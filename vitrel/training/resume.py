@@ -40,7 +40,6 @@ class Resume:
         path: The file.
         epochs: Epochs behind it.
         steps: Optimizer steps behind it.
-        num_classes: Classes of its model.
         skipped_steps: Those of them that were left out.
         wandb_id: Its run at Weights & Biases, if it had one.
     """
@@ -48,7 +47,6 @@ class Resume:
     path: Path
     epochs: int
     steps: int
-    num_classes: int
     skipped_steps: int
     wandb_id: str | None
 
@@ -111,7 +109,6 @@ def read_resume(path: Path, stored: dict[str, Any] | None = None) -> Resume:
         path,
         epochs=stored["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"],
         steps=stored["global_step"],
-        num_classes=stored["hyper_parameters"]["num_classes"],
         skipped_steps=stored.get("skipped_steps", 0),
         wandb_id=stored["callbacks"].get("WandbSession", {}).get("id"),
     )

@@ -7,30 +7,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
-import platform
 import re
 import sys
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-import timm
-import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.loggers import CSVLogger, WandbLogger
+from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
 from pytorch_lightning.utilities import rank_zero_only
 from pytorch_lightning.utilities.exceptions import MisconfigurationException, SIGTERMException
 from torch.multiprocessing import ProcessRaisedException
 
-import vitrel
-from vitrel.training.callbacks import build_callbacks, duration, global_batch, saves_checkpoints
-from vitrel.training.checkpoint import stored_config
+from vitrel.training import report
+from vitrel.training.callbacks import build_callbacks, saves_checkpoints
 from vitrel.training.checks import check
 from vitrel.training.config import from_dict, parse
 from vitrel.training.data import PictureDataModule, check_classes
@@ -39,7 +33,7 @@ from vitrel.training.images import DataError
 from vitrel.training.loggers import build_loggers, finish_wandb, run_folder
 from vitrel.training.model import build_model, save_model_folder, timm_model
 from vitrel.training.resume import Resume, WholeCheckpointIO, find_resume, read_checkpoint, read_resume
-from vitrel.training.settings import ModelConfig, TrainConfig
+from vitrel.training.settings import TrainConfig
 from vitrel.training.sources import Source, find_source
 from vitrel.training.task import ClassificationTask, NonFiniteError
 from vitrel.training.transforms import InputConfig
@@ -59,15 +53,10 @@ def run(config: TrainConfig) -> dict[str, Any]:
         DataError: For data that are missing or damaged, naming them.
         StoppedError: After Ctrl-C or SIGTERM, for a loss that is not finite, or files that cannot be written.
     """
-    _quiet()
+    report.quiet()
     resume = find_resume(config)
     check(config)
     source = find_source(config.data)
-    if resume and resume.num_classes != len(source.classes):
-        raise ConfigError(
-            f"ckpt_path: {resume.path} knows {resume.num_classes} classes, the data have {len(source.classes)}; give"
-            " the data that it was trained on, or start from it with --model.checkpoint"
-        )
     _check_data(source, resume)
     config = dataclasses.replace(config, ckpt_path=None)  # what is written down can be run again
     pl.seed_everything(config.seed, workers=True, verbose=False)
@@ -81,7 +70,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
     trainer = _trainer(config)
     if not getattr(trainer, "fast_dev_run", False):
         trainer.loggers = build_loggers(config, resume.wandb_id if resume else None)
-    _announce(config, trainer, net, inputs, resume)
+    report.announce(config, trainer, net, inputs, resume)
 
     start = time.monotonic()
     try:
@@ -96,7 +85,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
                 last = read_resume(Path(best).with_name("last.ckpt"))
                 progress, task.skipped_steps = {"epochs": last.epochs, "steps": last.steps}, last.skipped_steps
         metrics = trainer.test(task, datamodule=data, ckpt_path=best, verbose=False)[0]
-        results = _results(config, trainer, task, metrics, seconds, best)
+        results = report.results(config, trainer, task, metrics, seconds, best)
         results |= {
             **progress,
             "resumed_from": str(resume.path) if resume else None,
@@ -107,7 +96,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
         if folder and trainer.is_global_zero:
             save_model_folder(task.net, folder / "model", data.classes, inputs.as_data_config())
             write_whole(folder / "results.json", json.dumps(results, indent=2) + "\n")
-        _report(trainer, results, config.model)
+        report.outcome(trainer, results, config.model)
     except (KeyboardInterrupt, SystemExit) as e:
         status = 143 if isinstance(e, SIGTERMException) or trainer.received_sigterm else 130
         raise StoppedError(f"stopped: {_saved(trainer, resume)}", status) from None
@@ -170,7 +159,7 @@ def evaluate(path: str | Path, **overrides: Any) -> dict[str, float]:
 
 def open_run(path: str | Path, **overrides: Any) -> tuple[ClassificationTask, PictureDataModule, pl.Trainer]:
     """The trained task of a checkpoint or run folder, its data, and a trainer to test it; as ``evaluate``."""
-    _quiet()
+    report.quiet()
     path = Path(path)
     if not path.exists():
         raise ConfigError(f"{path}: there is no such run folder or checkpoint")
@@ -268,117 +257,3 @@ def _best_checkpoint(trainer: pl.Trainer) -> str | None:
     """The best checkpoint, else the last one, else None for the weights in memory."""
     callbacks = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
     return next((c.best_model_path for c in callbacks if c.best_model_path), None)
-
-
-def _results(
-    config: TrainConfig,
-    trainer: pl.Trainer,
-    task: ClassificationTask,
-    metrics: Mapping[str, float],
-    seconds: float,
-    best: str | None,
-) -> dict[str, Any]:
-    return {
-        **metrics,
-        "name": config.name,
-        "arch": config.model.arch,
-        "data": config.data.name,
-        "seed": config.seed,
-        "seconds": round(seconds, 1),
-        "parameters": sum(p.numel() for p in task.net.parameters()),
-        "skipped_steps": task.skipped_steps,
-        "checkpoint": Path(best).name if best else None,
-        "device": device_name(trainer),
-        "processes": trainer.world_size,
-        "global_batch": global_batch(config, trainer),
-        "versions": {
-            "vitrel": vitrel.__version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "timm": timm.__version__,
-            "pytorch_lightning": pl.__version__,
-        },
-    }
-
-
-def device_name(trainer: pl.Trainer) -> str:
-    """The GPU's name, or the processor's with its number of threads."""
-    device = trainer.strategy.root_device
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-
-
-@rank_zero_only
-def _announce(
-    config: TrainConfig, trainer: pl.Trainer, net: torch.nn.Module, inputs: InputConfig, resume: Resume | None
-) -> None:
-    millions = sum(p.numel() for p in net.parameters()) / 1e6
-    print(
-        f"{config.model.arch}: {millions:.2f} M parameters, {inputs.size[0]} x {inputs.size[1]} px; {config.data.name};"
-        f" global batch {global_batch(config, trainer)} = {config.data.batch_size} x {trainer.world_size} devices x"
-        f" {trainer.accumulate_grad_batches} accumulated, lr {config.optim.lr:g}",
-        flush=True,
-    )
-    if resume:
-        rest = "only the test is left" if resume.completes(config.trainer) else f"after {resume.epochs} epochs"
-        print(f"continues {resume.path}: {rest}", flush=True)
-    if config.model.checkpoint:
-        stored = stored_config(config.model.checkpoint)
-        new = stored is not None and stored["num_classes"] != getattr(net, "num_classes", None)
-        notes = "; a new classifier" if new else ""
-        if stored is None:
-            notes = "; there is no config.json beside them, so that their heads and rel_pos are taken on trust"
-        print(f"weights from {config.model.checkpoint}{notes}", flush=True)
-
-
-@rank_zero_only
-def _report(trainer: pl.Trainer, results: dict[str, Any], model_config: ModelConfig) -> None:
-    for logger in trainer.loggers:
-        if isinstance(logger, WandbLogger) and getattr(logger.experiment, "offline", False):
-            here = Path(logger.experiment.dir).parent.parent
-            # A resumed run has several parts, numbered where two began in one second.
-            names = (f"offline-run-*-{logger.version}", f"offline-run-*-{logger.version}-[0-9]*")
-            parts = sorted(str(part) for name in names for part in here.glob(name))
-            print(f"W&B kept this run offline; to send it: wandb sync {' '.join(parts)}")
-    folder = results["folder"]
-    split = "test" if results["tested_on"] == "test" else "validation"
-    accuracy = f"{split} accuracy {results['test/acc']:.4f} (top-5 {results['test/acc5']:.4f})"
-    if results["skipped_files"]:
-        print(f"damaged pictures left out: {results['skipped_files']}")
-    print(f"{accuracy} after {results['epochs']} epochs, {duration(results['seconds'])}")
-    if folder:
-        print(f"run folder {folder}")
-        model = Path(folder, "model").resolve().as_posix()
-        reader = ""
-        if model_config.strip_rows is not None:
-            reader = f"; reader = vitrel.StripReader(model, {model_config.strip_rows}, {model_config.memory_rows})"
-        print(f'import timm, vitrel; model = timm.create_model("local-dir:{model}", pretrained=True){reader}')
-
-
-_NOISE = (
-    *("GPU available", "TPU available", "`Trainer.fit` stopped: `max_epochs="),
-    *("Detected KeyboardInterrupt", "[rank: ", "Restor", "Loaded model", "Found current"),
-)
-
-
-class _NoAdvice(logging.Filter):
-    """Drops the lines that say nothing about this run."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        return "Tip:" not in message and not message.strip().startswith(_NOISE)
-
-
-def _quiet() -> None:
-    """Hides advice that does not apply; warnings that may matter stay."""
-    for name in ("utilities.rank_zero", "callbacks.model_checkpoint", "trainer.connectors.signal_connector"):
-        logger = logging.getLogger(f"pytorch_lightning.{name}")
-        if not any(isinstance(f, _NoAdvice) for f in logger.filters):
-            logger.addFilter(_NoAdvice())
-    for message in (
-        ".*does not have many workers",  # chosen by measurement, see data.py
-        ".*smaller than the logging interval",  # every epoch is logged in any case
-        ".*isinstance\\(treespec, LeafSpec\\)",  # between Lightning and torch
-    ):
-        warnings.filterwarnings("ignore", message)
