@@ -15,7 +15,8 @@ from vitrel.training.config import from_dict, parse
 from vitrel.training.export import export
 from vitrel.training.fileio import ConfigError
 from vitrel.training.model import build_model, check_model, save_model_folder
-from vitrel.training.run import evaluate, run
+from vitrel.training.run import run
+from vitrel.training.saved import evaluate
 from vitrel.training.settings import ModelConfig
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -19,7 +19,8 @@ from vitrel.training.config import from_dict
 from vitrel.training.data import PictureDataModule, check_classes, normalize
 from vitrel.training.fileio import read_yaml
 from vitrel.training.images import DataError, decode
-from vitrel.training.run import evaluate, main, run
+from vitrel.training.run import main, run
+from vitrel.training.saved import evaluate
 from vitrel.training.settings import DataConfig
 from vitrel.training.sources import Source, Split
 from vitrel.training.transforms import InputConfig

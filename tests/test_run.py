@@ -16,7 +16,8 @@ from vitrel.relpos import PRESETS
 from vitrel.training.callbacks import EpochSeed
 from vitrel.training.data import PictureDataModule
 from vitrel.training.fileio import ConfigError
-from vitrel.training.run import evaluate, main, run
+from vitrel.training.run import main, run
+from vitrel.training.saved import evaluate
 from vitrel.training.sources import Fake
 from vitrel.training.task import ClassificationTask
 from vitrel.training.transforms import InputConfig

@@ -10,7 +10,11 @@ import pytest
 import timm
 from PIL import Image
 
+from vitrel.training.config import parse
+from vitrel.training.data import PictureDataModule, normalize
 from vitrel.training.model import save_model_folder
+from vitrel.training.sources import find_source
+from vitrel.training.transforms import InputConfig
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 CONFIG, WEIGHTS = "model/config.json", "model/model.safetensors"
@@ -108,3 +112,55 @@ def test_the_data_of_an_evaluation_may_lie_elsewhere(monkeypatch, capsys):
         status, written = script("evaluate.py", "nowhere", option, "DIR", monkeypatch=monkeypatch, capsys=capsys)
         assert status == 2
         assert written.err == "error: nowhere: there is no such run folder or checkpoint\n"
+
+
+FAKE = (
+    "data:\n  name: fake\n  fake_images: 12\n  fake_classes: 3\n  batch_size: 5\nmodel: {arch: vitrel_tiny_patch4_32}\n"
+)
+
+
+def test_a_saved_model_is_evaluated_on_the_data_of_a_config(run, tmp_path, monkeypatch, capsys):
+    """The figures are those of the model on those pictures; the names of the classes have to be theirs."""
+    (tmp_path / "fake.yaml").write_text(FAKE)
+    names = find_source(parse(["--config", str(tmp_path / "fake.yaml")]).data).classes
+    words = ("evaluate.py", run / "model", "--config", tmp_path / "fake.yaml")
+    status, written = script(*words, monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 2
+    assert written.err == (
+        f"error: {run / 'model'}: the model has classes such as a, b, c, and the data 3 such as {', '.join(names)}; "
+        "give the settings of the data that it was trained on\n"
+    )
+    model = timm.create_model(f"local-dir:{run / 'model'}", pretrained=True).eval()
+    save_model_folder(model, run / "model", names, DATA)
+    status, written = script(*words, "--ablate", "--out", tmp_path / "out", monkeypatch=monkeypatch, capsys=capsys)
+    assert status in (None, 0), written.err
+    metrics = json.loads(written.out[: written.out.index("}") + 1])
+    data = PictureDataModule(
+        parse(["--config", str(tmp_path / "fake.yaml")]).data,
+        InputConfig((32, 32), **{k: DATA[k] for k in ("mean", "std")}),
+    )
+    data.setup("test")
+    right = total = 0
+    for pictures, labels in data.test_dataloader():
+        right += int((model(normalize(pictures, data.inputs)).argmax(-1) == labels).sum())
+        total += len(labels)
+    assert total == 12
+    assert metrics["test/acc"] == pytest.approx(right / total)
+    assert (tmp_path / "out" / "ablation.csv").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("vitrel_micro_patch4_33", "vitrel_micro_patch4_33: no such folder, and no model of that name"),
+        ("vitrel_tiny_patch4_32", "vitrel_tiny_patch4_32: No pretrained weights exist"),
+    ],
+)
+def test_a_model_without_weights_is_not_evaluated(name, message, tmp_path, monkeypatch, capsys):
+    (tmp_path / "fake.yaml").write_text(FAKE)
+    words = ("evaluate.py", name, "--config", tmp_path / "fake.yaml")
+    status, written = script(*words, monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 2
+    assert written.out == ""
+    assert written.err.startswith(f"error: {message}")
+    assert written.err.count("\n") == 1

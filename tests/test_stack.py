@@ -10,7 +10,8 @@ from vitrel.training.config import from_dict
 from vitrel.training.data import PictureDataModule
 from vitrel.training.export import export
 from vitrel.training.fileio import ConfigError
-from vitrel.training.run import evaluate, run
+from vitrel.training.run import run
+from vitrel.training.saved import evaluate
 from vitrel.training.settings import DataConfig
 from vitrel.training.stack import MARK, StackedPictures, cell
 from vitrel.training.transforms import InputConfig

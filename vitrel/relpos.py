@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from vitrel.grid import BUCKETS, AxisDistance
+from vitrel.initial import WINDOWS
 from vitrel.resize import RESIZE
 from vitrel.tables import Axes
 
@@ -148,7 +149,8 @@ class RelPos:
         resize: Rule by which tables follow another grid: ``clamp``, ``interpolate``, ``geometric``, ``crop``.
         init: How learned tables start: ``zeros``, ``normal`` (truncated, ``init_std``), ``scaled`` (normal, 1/sqrt(d)),
             or None: zeros for scalar tables, normal for vector tables. A sinusoid's projections start normal unless
-            ``zeros``.
+            ``zeros``. ``alibi`` and ``gaussian`` start the bias as a window on near patches (``vitrel.initial``), and
+            vector tables as None does.
         init_std: Standard deviation of ``normal``.
         theta: Base of the rotary frequencies; None for the originals' 100 (axial) and 10 (mixed).
         mlp_coords: ``swin`` or ``cr``, see ``MlpTable``.
@@ -197,7 +199,7 @@ class RelPos:
             "mlp_coords": ("swin", "cr"),
         }
         if self.init is not None:
-            choices["init"] = ("zeros", "normal", "scaled")
+            choices["init"] = ("zeros", "normal", "scaled", *WINDOWS)
         for field, allowed in choices.items():
             if getattr(self, field) not in list(allowed):
                 raise _one_of(field, getattr(self, field), allowed)
@@ -231,6 +233,11 @@ class RelPos:
             reads = TERMS[term].reads
             if reads and reads not in self.terms:
                 raise ValueError(f"rel_pos: term {term!r} reads the table of {reads!r}; add {reads!r} to the terms")
+        if self.init in WINDOWS and ("bias" not in self.terms or self.source != "learned"):
+            raise ValueError(
+                f"rel_pos: init={self.init!r} fills the learned table of the bias; add 'bias' to the terms, with "
+                "source='learned', or take another init"
+            )
         if {"rotary", "rotary_mixed"} <= set(self.terms):
             raise ValueError("rel_pos: 'rotary' and 'rotary_mixed' turn the same features; take one of them")
         if self.source == "sinusoid" and self.table == "joint":

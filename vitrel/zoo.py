@@ -1,14 +1,25 @@
-"""The named variants, registered with timm."""
+"""The named variants, registered with timm, and the weights that come with the package."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.vision_transformer import checkpoint_filter_fn
 
+from vitrel.relpos import RelPos
 from vitrel.vit import RelativeVisionTransformer
+
+WEIGHTS = Path(__file__).parent / "weights"
+"""A folder ARCHITECTURE.TAG for each set of weights, as ``scripts/export.py`` writes it."""
+
+_SHIPPED: dict[str, dict[str, Any]] = {
+    file.parent.name: json.loads(file.read_text(encoding="utf-8")) for file in sorted(WEIGHTS.glob("*/config.json"))
+}
 
 
 def _cfg(size: int, num_classes: int, crop_pct: float) -> dict[str, Any]:
@@ -28,6 +39,12 @@ def _cfg(size: int, num_classes: int, crop_pct: float) -> dict[str, Any]:
     }
 
 
+def _shipped_cfg(name: str) -> dict[str, Any]:
+    stored = _SHIPPED[name]
+    known = {"num_classes": stored["num_classes"], "label_names": stored["label_names"], **stored["pretrained_cfg"]}
+    return {**known, "file": str(WEIGHTS / name / "model.safetensors")}
+
+
 default_cfgs = generate_default_cfgs(
     {
         "vitrel_micro_patch4_32": _cfg(32, 100, 1.0),
@@ -35,11 +52,23 @@ default_cfgs = generate_default_cfgs(
         "vitrel_tiny_patch16_224": _cfg(224, 1000, 0.9),
         "vitrel_small_patch16_224": _cfg(224, 1000, 0.9),
         "vitrel_base_patch16_224": _cfg(224, 1000, 0.9),
+        **{name: _shipped_cfg(name) for name in _SHIPPED},
     }
 )
 
 
 def _create(variant: str, pretrained: bool, **kwargs: Any) -> RelativeVisionTransformer:
+    tag = kwargs.get("pretrained_cfg") or (default_cfgs[variant].tags[0] if pretrained else None)
+    overlay = kwargs.get("pretrained_cfg_overlay") or {}
+    if isinstance(tag, str) and f"{variant}.{tag}" in _SHIPPED and not overlay.get("file"):
+        stored = _SHIPPED[f"{variant}.{tag}"]["model_args"]
+        theirs, asked = (RelPos.of(spec) for spec in (stored["rel_pos"], kwargs.get("rel_pos", stored["rel_pos"])))
+        if pretrained and replace(asked, resize=theirs.resize, init=theirs.init, init_std=theirs.init_std) != theirs:
+            scheme = "+".join(theirs.terms)
+            raise ValueError(
+                f"rel_pos: the weights {variant}.{tag} are of another scheme ({scheme}); leave rel_pos out"
+            )
+        kwargs = {**stored, **kwargs}
     return build_model_with_cfg(
         RelativeVisionTransformer,
         variant,

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from vitrel.ablate import switchable
 from vitrel.measures import as_csv
 from vitrel.training.fileio import ConfigError, write_whole
-from vitrel.training.run import open_run
+from vitrel.training.saved import open_model, open_run
+from vitrel.training.settings import TrainConfig
 from vitrel.training.studies import Row, Study, as_text
 
 if TYPE_CHECKING:
@@ -21,31 +22,35 @@ if TYPE_CHECKING:
 def examine(
     path: str | Path,
     *,
+    config: TrainConfig | None = None,
     ablate: bool = False,
     sizes: Sequence[str] = (),
     per_class: bool = False,
     out: Path | None = None,
     **overrides: Any,
 ) -> dict[str, list[Row]]:
-    """Prints the test metrics of a run as JSON, then the tables that are asked for, and writes those to files.
+    """Prints the test metrics of a run or model as JSON, then the tables asked for, and writes those to files.
 
     Args:
-        path: As for :func:`~vitrel.training.run.evaluate`.
+        path: A run folder, or a ``.ckpt`` file in its ``checkpoints/``; with ``config`` a saved model folder, or the
+            name of a model with weights.
+        config: Settings whose ``data`` the model is tested on; a run has its own.
         ablate: Switch off each position term.
         sizes: Input sizes in pixels, ``"48"`` or ``"48x32"`` (rows x columns).
         per_class: Top-1 of each class.
-        out: Folder for tables and figures; ``evaluation/`` of the run folder by default.
+        out: Folder for tables and figures; ``evaluation/`` of the run folder, or here, by default.
         **overrides: Data settings to change, for example ``root``.
 
     Returns:
         The tables by name: ``ablation``, ``sizes``, ``per_class``.
 
     Raises:
-        ConfigError: If there is no such run, or it cannot be examined so; before anything is evaluated.
+        ConfigError: If there is no such run or model, or it cannot be examined so; before anything is evaluated.
         DataError: For data that are missing or damaged.
     """
     sides = [parse_size(size) for size in sizes]
-    task, data, trainer = open_run(path, **overrides)
+    opened = open_run(path, **overrides) if config is None else open_model(str(path), config, **overrides)
+    task, data, trainer = opened
     if ablate and not switchable(task.net):
         raise ConfigError("--ablate: the model has no position terms to switch off; leave it out")
     study = Study(task.net, data, trainer.strategy.root_device)
@@ -59,7 +64,7 @@ def examine(
         tables["sizes"] = study.sizes(sides)
     if per_class:
         tables["per_class"] = study.per_class()
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent.parent
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent.parent if Path(path).is_file() else Path()
     for name, rows in tables.items():
         print(f"\n{name.replace('_', ' ')}\n{as_text(rows)}")
         for file in _write(rows, name, out or folder / "evaluation"):

@@ -15,7 +15,10 @@ from timm.models._hub import generate_readme
 from torch import nn
 
 import vitrel
-from vitrel.training.fileio import ConfigError, one_line, whole_folder
+from vitrel.training.config import from_dict
+from vitrel.training.fileio import ConfigError, one_line, read_yaml, whole_folder
+from vitrel.training.settings import TrainConfig
+from vitrel.zoo import WEIGHTS
 
 NEEDED = {"config.json", "model.safetensors", "README.md"}
 ONNX_FILE = "model.onnx"
@@ -46,14 +49,16 @@ def export(run: str | Path, folder: str | Path, onnx: bool = False, license: str
     if onnx and "strips" in config:
         raise ConfigError("--onnx: this run reads its images in strips, and model.onnx would read them in one pass")
     model = _load(run / "model")
+    recipe = from_dict(read_yaml(run / "config.yaml")) if (run / "config.yaml").is_file() else None
     config["pretrained_cfg"]["license"] = license
     with whole_folder(folder) as beside:
         (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         shutil.copyfile(run / "model" / "model.safetensors", beside / "model.safetensors")
-        card = _card(model, config, results, license, onnx)
+        card = _card(model, config, results, recipe, license, onnx)
         name = folder.resolve().name
+        source = name if folder.resolve().parent == WEIGHTS else f"local-dir:{name}"
         (beside / "README.md").write_text(
-            generate_readme({**card, "usage": _usage(name, config)}, name), encoding="utf-8"
+            generate_readme({**card, "usage": _usage(name, source, config)}, name), encoding="utf-8"
         )
         if onnx:
             _write_onnx(model, beside / ONNX_FILE)
@@ -105,8 +110,35 @@ def _load(folder: Path) -> nn.Module:
         raise ConfigError(f"{folder}: the model cannot be read: {one_line(str(e) or repr(e))}") from None
 
 
+def _recipe(config: TrainConfig) -> str:
+    """The settings of a training in a line."""
+    optim, data = config.optim, config.data
+    parts = {
+        f"AdamW, peak learning rate {optim.lr:g}": True,
+        f"{data.batch_size} images per step and device": True,
+        f"weight decay {optim.weight_decay:g}": True,
+        f"position parameters at {optim.position_lr_scale:g} times the learning rate": True,
+        f"warm-up over {100 * optim.warmup:g} % of the steps, cosine": True,
+        f"label smoothing {optim.label_smoothing:g}": optim.label_smoothing,
+        f"EMA {optim.ema_decay}": optim.ema_decay is not None,
+        f"augmentation {data.augment}": True,
+        f"MixUp {data.mixup:g}": data.mixup,
+        f"CutMix {data.cutmix:g}": data.cutmix,
+        f"cutout {data.cutout:g}": data.cutout,
+        f"colour jitter {data.color_jitter:g}": data.color_jitter,
+        f"stochastic depth {config.model.drop_path_rate}": config.model.drop_path_rate,
+        f"seed {config.seed}": True,
+    }
+    return ", ".join(part for part, on in parts.items() if on)
+
+
 def _card(
-    model: nn.Module, config: dict[str, Any], results: dict[str, Any], license: str, onnx: bool
+    model: nn.Module,
+    config: dict[str, Any],
+    results: dict[str, Any],
+    recipe: TrainConfig | None,
+    license: str,
+    onnx: bool,
 ) -> dict[str, Any]:
     """The model card as timm's ``generate_readme`` takes it."""
     _, rows, columns = get_model_input_config(model)["input_size"]
@@ -120,6 +152,7 @@ def _card(
         "Image size": f"{rows} x {columns}",
         "Classes": config["num_classes"],
         "Trained on": f"{results['data']}, {results['epochs']} epochs",
+        "Recipe": recipe and _recipe(recipe),
         accuracy: f"{results['test/acc']:.4f} top-1, {results['test/acc5']:.4f} top-5",
         "Versions": ", ".join(f"{name} {version}" for name, version in results.get("versions", {}).items()),
         "ONNX": f"`{ONNX_FILE}`: `images` (batch, 3, {rows}, {columns}) to `logits`" if onnx else None,
@@ -132,7 +165,8 @@ def _card(
     }
 
 
-def _usage(name: str, config: dict[str, Any]) -> str:
+def _usage(name: str, source: str, config: dict[str, Any]) -> str:
+    where = f'# "local-dir:" and a path, or "hf-hub:OWNER/{name}" once it is there\n' if source != name else ""
     strips, reader, note = config.get("strips"), "", ""
     if strips:
         reader = f"model = vitrel.StripReader(model, {strips['strip_rows']}, {strips['memory_rows']})\n"
@@ -141,8 +175,7 @@ def _usage(name: str, config: dict[str, Any]) -> str:
 import timm, torch, vitrel  # importing vitrel registers its models with timm
 from PIL import Image
 
-# "local-dir:" and a path, or "hf-hub:OWNER/{name}" once it is there
-model = timm.create_model("local-dir:{name}", pretrained=True).eval()
+{where}model = timm.create_model("{source}", pretrained=True).eval()
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
 image = transform(Image.open("image.png").convert("RGB"))
 labels = model.pretrained_cfg["label_names"]

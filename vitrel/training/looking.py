@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import timm
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 import vitrel
@@ -21,6 +20,7 @@ from vitrel.training.data import PictureDataModule, normalize
 from vitrel.training.fileio import ConfigError, one_line, read_yaml, write_whole
 from vitrel.training.images import DataError, decode
 from vitrel.training.pictures import Examples, examples, png
+from vitrel.training.saved import load
 from vitrel.training.settings import DataConfig
 from vitrel.training.sources import find_source
 from vitrel.training.transforms import InputConfig, eval_transform
@@ -54,6 +54,8 @@ def look(
         ConfigError: If there is no such model, or nothing to draw.
         DataError: For pictures that are missing or damaged.
     """
+    if timm.is_model(source.split(".")[0]) and not source.startswith("vitrel_") and not Path(source).exists():
+        raise ConfigError(f"{source}: nothing to draw; it has no position terms (vitrel.relativize gives it some)")
     model = load(source)
     shown = _pictures(model, source, pictures, root)
     try:
@@ -85,38 +87,6 @@ def look(
     if seen is not None:
         write_whole(folder / "heads.csv", as_csv(head_numbers(model, seen)))
         print(folder / "heads.csv")
-
-
-def load(source: str) -> nn.Module:
-    """The trained model behind a run folder, a model folder or a model name.
-
-    Raises:
-        ConfigError: If there is none, or its files are damaged.
-    """
-    name = source
-    for folder in (Path(source) / "model", Path(source)):
-        if (folder / "config.json").is_file():
-            name = f"local-dir:{folder}"
-            break
-    else:
-        if Path(source).exists():
-            raise ConfigError(
-                f"{source}: expected a run folder with model/ in it or a saved model folder; found no config.json"
-            )
-        if not timm.is_model(source.split(".")[0]):
-            raise ConfigError(f"{source}: no such folder, and no model of that name (see timm.list_models('vitrel*'))")
-    if name == source and not source.startswith("vitrel_"):
-        raise ConfigError(f"{source}: nothing to draw; it has no position terms (vitrel.relativize gives it some)")
-    try:
-        return timm.create_model(name, pretrained=True).eval()
-    except (KeyError, TypeError, json.JSONDecodeError) as e:  # not what a saved model has in it
-        raise ConfigError(f"{folder / 'config.json'}: not the configuration of a saved model: {_first(e)}") from None
-    except (OSError, RuntimeError, ValueError, SafetensorError) as e:
-        raise ConfigError(f"{source}: {_first(e)}") from None
-
-
-def _first(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _pictures(model: nn.Module, source: str, files: Sequence[str] | None, root: str | None) -> Examples | None:

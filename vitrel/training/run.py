@@ -26,9 +26,9 @@ from torch.multiprocessing import ProcessRaisedException
 from vitrel.training import report
 from vitrel.training.callbacks import build_callbacks, saves_checkpoints
 from vitrel.training.checks import check
-from vitrel.training.config import from_dict, parse
+from vitrel.training.config import parse
 from vitrel.training.data import PictureDataModule, check_classes
-from vitrel.training.fileio import ConfigError, read_yaml, write_whole
+from vitrel.training.fileio import ConfigError, write_whole
 from vitrel.training.images import DataError
 from vitrel.training.loggers import build_loggers, finish_wandb, run_folder
 from vitrel.training.model import build_model, save_model_folder, timm_model
@@ -140,51 +140,6 @@ def _saved(trainer: pl.Trainer, resume: Resume | None) -> str:
             saved = "1 epoch is" if epochs == 1 else f"{epochs} epochs are"
             return f"{saved} saved in {path}; --ckpt_path last goes on from there"
     return "nothing is saved, since no epoch was complete"
-
-
-def evaluate(path: str | Path, **overrides: Any) -> dict[str, float]:
-    """Test metrics of a checkpoint, or of the best checkpoint of a run folder.
-
-    Args:
-        path: A ``.ckpt`` file in a run folder's ``checkpoints/``, or the run folder.
-        **overrides: Data settings to change, for example ``root``.
-
-    Raises:
-        ConfigError: If there is no such run or checkpoint.
-        DataError: For data that are missing or damaged.
-    """
-    task, data, trainer = open_run(path, **overrides)
-    return dict(trainer.test(task, datamodule=data, verbose=False)[0])
-
-
-def open_run(path: str | Path, **overrides: Any) -> tuple[ClassificationTask, PictureDataModule, pl.Trainer]:
-    """The trained task of a checkpoint or run folder, its data, and a trainer to test it; as ``evaluate``."""
-    report.quiet()
-    path = Path(path)
-    if not path.exists():
-        raise ConfigError(f"{path}: there is no such run folder or checkpoint")
-    folder = path if path.is_dir() else path.parent.parent
-    if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"{path}: there is no {folder / 'config.yaml'}; give a run folder or a checkpoint inside one")
-    found = [path] if path.is_file() else sorted((folder / "checkpoints").glob("best-*.ckpt"))
-    found = found or [folder / "checkpoints" / "last.ckpt"]
-    if not found[-1].is_file():
-        raise ConfigError(f"{folder} holds no checkpoint")
-    checkpoint = read_checkpoint(found[-1])
-    config = from_dict(read_yaml(folder / "config.yaml"))
-    vars(config.data).update(overrides)
-    source = find_source(config.data)
-    task = ClassificationTask.load_from_checkpoint(found[-1], map_location="cpu")
-    data = PictureDataModule(config.data, InputConfig.of(timm_model(task.net), config.data), source)
-    data.prepare_data()
-    data.setup("test")
-    check_classes(found[-1], checkpoint, data.classes)
-    given = {k: v for k, v in config.trainer.items() if k in ("accelerator", "precision", "limit_test_batches")}
-    trainer = pl.Trainer(
-        logger=False, enable_checkpointing=False, enable_model_summary=False,
-        enable_progress_bar=sys.stdout.isatty(), devices=1, **given,
-    )  # fmt: skip
-    return task, data, trainer
 
 
 def main(argv: Sequence[str] | None = None, folders: Sequence[Path] = (), default: str | None = None) -> int:

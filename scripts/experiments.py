@@ -1,0 +1,56 @@
+#!/usr/bin/env python
+"""What position schemes are worth: the trainings of configs/experiments/, one line per finished run in results/.
+
+python scripts/experiments.py --list                                        # all runs, and which are done
+python scripts/experiments.py --run positions learning.alibi --data.root DIR --jobs 2 --threads 1
+python scripts/experiments.py --tables                                      # the tables of README.md and RESULTS.md
+
+What is done is passed over, what was cut off goes on from its last epoch. Further options go to train.py as they are,
+for example --trainer.accelerator gpu.
+"""
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+from evidence.plan import plan
+from evidence.rows import done
+from evidence.train import Trainer
+
+from vitrel.training.fileio import ConfigError
+from vitrel.training.run import guarded
+
+
+def work(args: argparse.Namespace, options: list[str]) -> None:
+    if args.list:
+        for run in plan():
+            row = done(run)
+            print(f"{run.name:44}{'to do' if row is None else format(row['test/acc'], '.4f')}")
+    elif args.tables:
+        from evidence.tables import write
+
+        for file in write():
+            print(file)
+    else:
+        problems = Trainer(args.runs, options, args.threads).train(plan(args.run), args.jobs)
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--list", action="store_true", help="name all runs and what they reached")
+    what.add_argument("--tables", action="store_true", help="write the tables of README.md and RESULTS.md anew")
+    what.add_argument("--run", nargs="*", metavar="NAME", help="train GROUP, GROUP.ROW or GROUP.ROW.SEED [all]")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time [1]")
+    parser.add_argument("--threads", type=int, default=2, help="threads of each [2]")
+    parser.add_argument("--runs", type=Path, default=Path("runs/experiments"), help="their folder [runs/experiments]")
+    args, options = parser.parse_known_args()
+    if options and args.run is None:
+        parser.error(f"unrecognized arguments: {' '.join(options)}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.exit(guarded(lambda: work(args, options)))
