@@ -1,5 +1,6 @@
 """What is to be trained: groups of rows in ``configs/experiments/``, each row with one run per seed."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ class Planned:
         group: Name of the file that it is in.
         row: Its name there.
         seed: Seed of weights, order and augmentation.
+        own: The settings that tell its row from the others of the group, as text.
         options: Options of ``train.py``.
         sizes: Input sizes in pixels that its model is tested at afterwards.
         ablate: Whether its model is tested without each of its terms afterwards.
@@ -29,6 +31,7 @@ class Planned:
     group: str
     row: str
     seed: int
+    own: str
     options: tuple[str, ...]
     sizes: tuple[str, ...]
     ablate: bool
@@ -66,15 +69,22 @@ def _group(file: Path) -> Iterator[Planned]:
         own = dict(own or {})
         seeds = own.pop("seeds", [0])
         size, terms = own.pop("sizes", sizes), own.pop("ablate", ablate)
+        said = ", ".join(f"{key.removeprefix('model.').removeprefix('optim.')} {_text(own[key])}" for key in own)
         options = ["--config", config]
         for key, value in {**common, **own}.items():
-            options += [f"--{key}", "null" if value is None else str(value)]
+            options += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
         try:
             settings = _differing(parse(options, folders=[CONFIGS]))
         except ConfigError as e:
             raise ConfigError(f"{file}: {row}: {e}") from None
         for seed in seeds:
-            yield Planned(file.stem, row, seed, tuple(options), tuple(map(str, size)), terms, settings)
+            yield Planned(file.stem, row, seed, said, tuple(options), tuple(map(str, size)), terms, settings)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{k} {_text(v)}" if k != "preset" else str(v) for k, v in value.items())
+    return str(value)
 
 
 _APART = ("name", "runs", "seed", "ckpt_path", "logger", "data.root", "data.num_workers", "trainer.accelerator")

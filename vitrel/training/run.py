@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,11 @@ from vitrel.training.model import build_model, save_model_folder, timm_model
 from vitrel.training.resume import Resume, WholeCheckpointIO, find_resume, read_checkpoint, read_resume
 from vitrel.training.settings import TrainConfig
 from vitrel.training.sources import Source, find_source
+from vitrel.training.stopping import gone_after
 from vitrel.training.task import ClassificationTask, NonFiniteError
 from vitrel.training.transforms import InputConfig
+
+STOPPED_AFTER = 20.0  # seconds from SIGTERM; SLURM kills after 30 by default
 
 
 def run(config: TrainConfig) -> dict[str, Any]:
@@ -74,7 +78,8 @@ def run(config: TrainConfig) -> dict[str, Any]:
 
     start = time.monotonic()
     try:
-        trainer.fit(task, datamodule=data, ckpt_path=resume.path if resume else None)
+        with _ending(trainer, resume):
+            trainer.fit(task, datamodule=data, ckpt_path=resume.path if resume else None)
         seconds = time.monotonic() - start
         best, folder = _best_checkpoint(trainer), run_folder(trainer)
         progress = {"epochs": trainer.current_epoch, "steps": trainer.global_step}
@@ -106,6 +111,13 @@ def run(config: TrainConfig) -> dict[str, Any]:
     finally:
         finish_wandb()
     return results
+
+
+def _ending(trainer: pl.Trainer, resume: Resume | None) -> AbstractContextManager[None]:
+    """Processes started by Lightning or by another launcher do not wait for each other for ever after SIGTERM."""
+    if trainer.world_size == 1 or isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+        return nullcontext()
+    return gone_after(STOPPED_AFTER, lambda: "" if trainer.global_rank else f"stopped: {_saved(trainer, resume)}")
 
 
 @rank_zero_only
