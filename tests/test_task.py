@@ -44,6 +44,22 @@ def test_every_parameter_is_in_one_group_and_positions_never_decay(rel_pos, weig
             assert group["lr"] == pytest.approx(1.4e-2)
 
 
+def test_factors_by_term():
+    net = build_model(ModelConfig(rel_pos={"preset": "txl+bias", "prefix": "learned"}, kwargs=dict(SMALL)), 3)
+    net.blocks[0].attn.position_terms.bias.requires_grad_(False)
+    optim = OptimConfig(lr=2e-3, position_lr_scale={"bias": 30, "v": 0.5})
+    groups = parameter_groups(net, optim)
+    lr = {g["name"]: g["lr"] for g in groups if g["name"].startswith("position")}
+    assert lr == pytest.approx({
+        "position_u": 2e-3, "position_v": 1e-3, "position_prefix": 2e-3, "position_bias": 6e-2, "position_query": 2e-3,
+    })  # fmt: skip
+    named = names_by_group(net, groups)
+    assert set().union(*(named[name] for name in lr)) == {
+        n for n in net.position_parameters() if net.get_parameter(n).requires_grad
+    }
+    assert all(f".{name.removeprefix('position_')}" in n for name in lr for n in named[name])
+
+
 def test_other_models_have_two_groups():
     net = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=3, class_token=True)
     named = names_by_group(net, parameter_groups(net, OptimConfig()))

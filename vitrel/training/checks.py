@@ -14,6 +14,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 
+from vitrel.relpos import TERMS
 from vitrel.training.fileio import ConfigError, one_line
 from vitrel.training.model import check_model
 from vitrel.training.settings import TrainConfig
@@ -140,7 +141,11 @@ def _ranges(config: TrainConfig) -> Iterator[tuple[str, bool, str, object]]:
     yield "optim.weight_decay", 0 <= optim.weight_decay < math.inf, "0 or more", optim.weight_decay
     betas = len(optim.betas) == 2 and all(0 <= b < 1 for b in optim.betas)
     yield "optim.betas", betas, "two numbers from 0 to below 1", optim.betas
-    yield "optim.position_lr_scale", 0 <= optim.position_lr_scale < math.inf, "0 or more", optim.position_lr_scale
+    scale = optim.position_lr_scale
+    factors = scale if isinstance(scale, dict) else {"bias": scale}
+    known = ("prefix", *TERMS)
+    good = all(term in known and 0 <= factor < math.inf for term, factor in factors.items())
+    yield "optim.position_lr_scale", good, f"0 or more, or a mapping of {', '.join(known)} to such numbers", scale
     yield "optim.warmup", 0 <= optim.warmup < 1, "a part of all steps from 0 to below 1", optim.warmup
     yield "optim.min_lr", 0 <= optim.min_lr <= 1, part, optim.min_lr
     yield "optim.label_smoothing", 0 <= optim.label_smoothing < 1, "a number from 0 to below 1", optim.label_smoothing

@@ -117,7 +117,7 @@ def _recipe(config: TrainConfig) -> str:
         f"AdamW, peak learning rate {optim.lr:g}": True,
         f"{data.batch_size} images per step and device": True,
         f"weight decay {optim.weight_decay:g}": True,
-        f"position parameters at {optim.position_lr_scale:g} times the learning rate": True,
+        f"position parameters at {optim.position_lr_scale} times the learning rate": True,
         f"warm-up over {100 * optim.warmup:g} % of the steps, cosine": True,
         f"label smoothing {optim.label_smoothing:g}": optim.label_smoothing,
         f"EMA {optim.ema_decay}": optim.ema_decay is not None,

@@ -106,7 +106,8 @@ class OptimConfig:
         lr: Peak learning rate, stated for the global batch (batch_size x devices x accumulated batches).
         weight_decay: Decay of matrices; biases, norms and position parameters are not decayed.
         betas: AdamW's two betas.
-        position_lr_scale: Learning-rate factor of the position parameters (tables, u, v).
+        position_lr_scale: Learning-rate factor of the position parameters (tables, u, v): one number, or one per term
+            ({bias: 10, query: 3}; terms that are not named, and prefix, take 1).
         warmup: Part of all steps spent on the linear warm-up.
         min_lr: Learning rate of the last step as a part of lr.
         label_smoothing: Probability spread over all classes.
@@ -118,7 +119,7 @@ class OptimConfig:
     lr: float = 1e-3
     weight_decay: float = 0.05
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    position_lr_scale: float = 10.0
+    position_lr_scale: float | dict[str, float] = 10.0
     warmup: float = 0.1
     min_lr: float = 0.0
     label_smoothing: float = 0.0

@@ -17,6 +17,7 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 import vitrel
+from vitrel.position import PositionTerms
 from vitrel.training.config import from_dict
 from vitrel.training.data import PictureDataModule
 from vitrel.training.model import build_model
@@ -229,21 +230,30 @@ class WarmupCosine:
 def parameter_groups(net: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
     """AdamW's groups: ``decay``, ``no_decay`` (biases, norms, what the model names) and ``position``.
 
-    Position parameters (tables, u, v) get ``position_lr_scale`` times the learning rate and no decay. A parameter is
-    in exactly one group; frozen ones are in none.
+    Position parameters (tables, u, v) get ``position_lr_scale`` times the learning rate and no decay; they are one
+    group, or ``position_TERM`` for each term with factors by term. A parameter is in exactly one group; frozen ones are
+    in none.
 
     Args:
         net: A timm model, not wrapped for compiling or for several processes.
         optim: The optimizer settings.
     """
     named = getattr(net, "no_weight_decay", set)
-    position_names = vitrel.position_parameters(net)
-    position = {id(p): p for n, p in net.named_parameters() if n in position_names and p.requires_grad}
+    position = {
+        id(p): (name.split(".")[0], p)
+        for module in net.modules()
+        if isinstance(module, PositionTerms)
+        for name, p in module.named_parameters()
+        if p.requires_grad
+    }
     groups = param_groups_weight_decay(net, optim.weight_decay, no_weight_decay_list=set(named()))
     for group in groups:
         group["params"] = [p for p in group["params"] if id(p) not in position]
         group["name"] = "decay" if group["weight_decay"] else "no_decay"
-    if position:
-        lr = optim.lr * optim.position_lr_scale
-        groups.append({"params": list(position.values()), "weight_decay": 0.0, "lr": lr, "name": "position"})
+    scale = optim.position_lr_scale
+    for name in dict.fromkeys(term for term, _ in position.values()) if isinstance(scale, dict) else [""]:
+        params = [p for term, p in position.values() if name in ("", term)]
+        lr = optim.lr * (scale.get(name, 1.0) if isinstance(scale, dict) else scale)
+        group_name = f"position_{name}" if name else "position"
+        groups.append({"params": params, "weight_decay": 0.0, "lr": lr, "name": group_name})
     return [group for group in groups if group["params"]]
