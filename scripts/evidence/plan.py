@@ -70,7 +70,7 @@ def _group(file: Path) -> Iterator[Planned]:
         seeds = own.pop("seeds", [0])
         size, terms = own.pop("sizes", sizes), own.pop("ablate", ablate)
         said = ", ".join(f"{key.removeprefix('model.').removeprefix('optim.')} {_text(own[key])}" for key in own)
-        options = ["--config", config]
+        options = ["--config", str(CONFIGS / config)]
         for key, value in {**common, **own}.items():
             options += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
         try:
@@ -94,7 +94,7 @@ _APART = ("name", "runs", "seed", "ckpt_path", "logger", "data.root", "data.num_
 def _differing(config: TrainConfig) -> dict[str, Any]:
     default = TrainConfig()
     given, usual = _flat(config.as_dict()), _flat(default.as_dict())
-    return {k: v for k, v in given.items() if usual.get(k) != v and not k.startswith(_APART)}
+    return {k: v for k, v in given.items() if (k not in usual or usual[k] != v) and not k.startswith(_APART)}
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

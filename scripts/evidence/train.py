@@ -97,8 +97,11 @@ def figures(folder: Path) -> Row:
     row: dict[str, Any] = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     for key in ("folder", "resumed_from", "checkpoint", "name", "seed", "skipped_files", "skipped_steps"):
         row.pop(key, None)
-    steps = _csv(folder / "metrics.csv")
-    row["val/acc"] = [round(step["val/acc"], 4) for step in steps if "val/acc" in step]
+    epochs: dict[int, float] = {}
+    for part in sorted(folder.parent.glob("version_*"), key=lambda p: int(p.name[8:])):  # a resumed run has several
+        if (part / "metrics.csv").is_file():
+            epochs |= {line["epoch"]: line["val/acc"] for line in _csv(part / "metrics.csv") if "val/acc" in line}
+    row["val/acc"] = [round(epochs[epoch], 4) for epoch in sorted(epochs)]
     for name in ("sizes", "ablation"):
         if (folder / "evaluation" / f"{name}.csv").is_file():
             row[name] = _csv(folder / "evaluation" / f"{name}.csv")

@@ -1,0 +1,168 @@
+"""Experiments: every planned run is one, a driver that goes on, and pages whose tables follow from results/."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import preloaded
+import pytest
+from evidence import plan as plans
+from evidence import rows, tables, train
+
+from vitrel.training.config import parse
+from vitrel.training.fileio import ConfigError
+from vitrel.training.model import check_model
+
+REPOSITORY = Path(__file__).parents[1]
+SMALL = """config: base.yaml
+settings: {trainer.max_epochs: 2}
+rows:
+  bias: {model.rel_pos: bias, seeds: [0, 1], sizes: [24], ablate: true}
+  none: {model.rel_pos: null, model.img_size: [16, 24]}
+"""
+BASE = """data: {name: fake, fake_images: 24, fake_classes: 3, batch_size: 8}
+model: {arch: vitrel_micro_patch4_32, img_size: 16, depth: 1, embed_dim: 16, num_heads: 2}
+trainer: {accelerator: cpu}
+logger: {maps_every: 0}
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Configs and results of one small group."""
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "small.yaml").write_text(SMALL)
+    (tmp_path / "base.yaml").write_text(BASE)
+    monkeypatch.setattr(plans, "CONFIGS", tmp_path)
+    monkeypatch.setattr(rows, "RESULTS", tmp_path / "results")
+    return tmp_path
+
+
+def test_every_planned_run_has_settings_that_build_a_model():
+    every = plans.plan()
+    assert len({run.name for run in every}) == len(every) > 20
+    for run in every:
+        check_model(parse(run.options, folders=[plans.CONFIGS]).model)
+        assert run.settings["data.name"] == "cifar100"
+
+
+def test_every_kept_row_is_of_a_planned_run():
+    planned = {(run.group, run.row, run.seed): run for run in plans.plan()}
+    for file in rows.RESULTS.glob("*.jsonl"):
+        for row in rows.read(file.stem):
+            assert rows.same(row, planned[file.stem, row["row"], row["seed"]]), (file.stem, row["row"])
+
+
+def test_names_choose_runs(place):
+    names = [run.name for run in plans.plan()]
+    assert names == ["small.bias.0", "small.bias.1", "small.none.0"]
+    assert [run.name for run in plans.plan(["small.bias.1", "small.none"])] == names[1:]
+    assert [run.name for run in plans.plan(["small"])] == names
+    with pytest.raises(ConfigError, match=r"no experiment 'small\.bia'; the groups are small"):
+        plans.plan(["small.bia"])
+    bias, _, none = plans.plan()
+    assert bias.settings["model.rel_pos"] == "bias"
+    assert "model.rel_pos" not in none.settings
+    assert (bias.own, none.own) == ("rel_pos bias", "rel_pos None, img_size [16, 24]")
+
+
+def test_a_mistake_in_a_file_is_named(place):
+    (place / "experiments" / "small.yaml").write_text(SMALL.replace("model.rel_pos: bias", "model.rel_poss: bias"))
+    with pytest.raises(ConfigError, match=r"small\.yaml: bias: unknown setting 'model\.rel_poss'; did you mean"):
+        plans.plan()
+
+
+def test_a_row_counts_for_the_settings_that_it_was_made_with(place):
+    first, second, _ = plans.plan()
+    rows.keep(first, {"test/acc": 0.5})
+    rows.keep(second, {"test/acc": 0.7})
+    assert rows.done(first)["test/acc"] == 0.5
+    (place / "base.yaml").write_text(BASE.replace("batch_size: 8", "batch_size: 4"))
+    changed = plans.plan()
+    assert [rows.done(run) for run in changed] == [None] * 3
+    rows.keep(changed[0], {"test/acc": 0.6})
+    assert [row["test/acc"] for row in rows.read("small")] == [0.7, 0.6]  # the older line of the run is gone
+
+
+@pytest.mark.slow
+def test_the_driver_trains_what_is_missing_and_goes_on_after_a_stop(place, monkeypatch):
+    one, _, none = plans.plan()
+    trainer = train.Trainer(place / "runs", ["--data.batch_size", "0"], threads=1)
+    (problem,) = trainer.train([none], jobs=1)
+    assert problem == f"small.none.0: train.py ended with 2, see {place / 'runs' / 'small.none.0.log'}"
+    assert rows.read("small") == []
+
+    calls = []
+
+    def call(self, run, command):  # in processes that need not import everything anew
+        calls.append(command)
+        return preloaded.run([str(train.SCRIPTS / command[0]), *command[1:]], place, self.environment)[0]
+
+    monkeypatch.setattr(train.Trainer, "_call", call)
+    trainer = train.Trainer(place / "runs", [], threads=1)
+    assert trainer.train([one], jobs=1) == []
+    (row,) = rows.read("small")
+    assert len(row["val/acc"]) == row["epochs"] == 2
+    assert {r["off"] for r in row["ablation"]} == {"nothing", "bias"}
+    assert {(r["rows"], r["rule"]) for r in row["sizes"]} == {
+        (16, "trained size"), (24, "clamp"), (24, "interpolate"), (24, "geometric"),
+    }  # fmt: skip
+    assert row["sizes"][0]["top1"] == pytest.approx(row["test/acc"])
+    assert trainer.train([one], jobs=1) == []
+    assert [command[0] for command in calls] == ["train.py", "evaluate.py"]  # what has its line is passed over
+
+    (trainer.runs / one.name / "version_0" / "results.json").unlink()  # as if it had been killed before its test
+    (place / "results" / "small.jsonl").unlink()
+    assert trainer.train([one], jobs=1) == []
+    assert calls[2][-2:] == ["--ckpt_path", "last"]
+    (resumed,) = rows.read("small")
+    for key in ("test/acc", "test/loss", "val/acc", "sizes", "ablation"):
+        assert resumed[key] == row[key]
+
+
+def test_the_tables_of_the_pages_follow_from_the_results():
+    for page in tables.PAGES:
+        text = (REPOSITORY / page).read_text(encoding="utf-8")
+        assert "<!-- table: " in text
+        assert tables.fill(text) == text, f"{page}: run scripts/experiments.py --tables"
+
+
+def test_a_table_says_what_it_holds(place):
+    one, two, _ = plans.plan()
+    base = {"parameters": 1234, "val/acc": [0.1, 0.25], "epochs": 2}
+    sizes = [{"rows": 48, "cols": 48, "rule": r, "top1": t} for r, t in (("clamp", 0.2), ("interpolate", 0.45))]
+    rows.keep(one, {**base, "test/acc": 0.5, "sizes": sizes})
+    rows.keep(two, {**base, "test/acc": 0.6, "sizes": sizes})
+    found, missing = tables.by_row("small")
+    assert missing == ["none (seed 0)"]
+    assert tables.percent(found["bias"]) == "55.0 (50.0, 60.0)"
+    assert tables.kept(found["bias"]) == "82, interpolate"  # the mean of 90 and 75
+    with pytest.raises(ConfigError, match="no table is called 'nothing'"):
+        tables.fill("<!-- table: nothing -->\n<!-- end -->")
+    made = tables._group("small")
+    assert "| `bias` | rel_pos bias | 1,234 | 10.0 25.0 | 55.0 (50.0, 60.0) |" in made
+    assert made.endswith("Not trained so far: none (seed 0).")
+
+
+def test_the_command_line_lists_and_refuses():
+    def script(*words):
+        return subprocess.run(
+            [sys.executable, str(REPOSITORY / "scripts" / "experiments.py"), *words],
+            capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    listed = script("--list")
+    assert listed.returncode == 0, listed.stderr
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == [run.name for run in plans.plan()]
+    refused = script("--run", "nothing")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: there is no experiment 'nothing'; the groups are ")
+    assert refused.stderr.count("\n") == 1
+
+
+def test_a_line_is_plain_data(place):
+    one = plans.plan()[0]
+    rows.keep(one, {"test/acc": 0.5})
+    assert json.loads((place / "results" / "small.jsonl").read_text())["settings"] == one.settings
