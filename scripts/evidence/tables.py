@@ -150,21 +150,33 @@ WORDS = {
 def presets() -> str:
     """What a preset adds, costs and reaches."""
     rows, _ = by_row("positions")
-    cost = {r["name"]: r["ratio"] for r in json.loads((RESULTS / "cost.json").read_text(encoding="utf-8"))["rows"]}
+    ratios = {r["name"]: r["ratio"] for r in _costs()}
     cells = []
     for name, words in WORDS.items():
         model = timm.create_model("vitrel_micro_patch4_32", rel_pos=vitrel.RelPos.preset(name))
         count = sum(p.numel() for p in model.parameters())
         runs = rows.get(name.replace("swin", "bias_joint").replace("+", "_"), [])
         reached = [percent(runs), kept(runs)] if runs else ["", ""]
-        cells.append([f"`{name}`", words, f"{count:,}", f"{cost[name]:.2f}", *reached])
+        cells.append([f"`{name}`", words, f"{count:,}", f"{ratios[name]:.2f}", *reached])
     return markdown(
         ["preset", "terms", "parameters", "training step", "CIFAR-100, 10 epochs", "kept at 48 px, %"], cells
     )
 
 
+def _costs() -> list[Row]:
+    rows: list[Row] = json.loads((RESULTS / "cost.json").read_text(encoding="utf-8"))["rows"]
+    return rows
+
+
+def cost() -> str:
+    """Time of a training step of each preset."""
+    cells = [[r["name"], f"{r['seconds']:.3f}", *(f"{r[k]:.2f}" for k in ("ratio", "from", "to"))] for r in _costs()]
+    return markdown(["none = 1", "seconds", "ratio", "from", "to"], cells)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "presets": presets,
+    "cost": cost,
     "positions": lambda: _group("positions", [("kept at 48 px, %", kept)]),
     "sizes": sizes,
     "terms": terms,
