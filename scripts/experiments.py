@@ -3,7 +3,7 @@
 
 python scripts/experiments.py --list                                        # all runs, and which are done
 python scripts/experiments.py --run positions learning.alibi --data.root DIR --jobs 2 --threads 1
-python scripts/experiments.py --tables                                      # the tables of README.md and RESULTS.md
+python scripts/experiments.py --tables                                      # tables of README.md and RESULTS.md, curves
 
 What is done is passed over, what was cut off goes on from its last epoch. Further options go to train.py as they are,
 for example --trainer.accelerator gpu.
@@ -28,9 +28,10 @@ def work(args: argparse.Namespace, options: list[str]) -> None:
             row = done(run)
             print(f"{run.name:44}{'to do' if row is None else format(row['test/acc'], '.4f')}")
     elif args.tables:
+        from evidence.curves import draw
         from evidence.tables import write
 
-        for file in write():
+        for file in (*write(), *draw()):
             print(file)
     else:
         problems = Trainer(args.runs, options, args.threads).train(plan(args.run), args.jobs)
