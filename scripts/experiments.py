@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from evidence.plan import plan
-from evidence.rows import done
+from evidence.rows import complete, find
 from evidence.train import Trainer
 
 from vitrel.training.fileio import ConfigError
@@ -25,8 +25,9 @@ from vitrel.training.run import guarded
 def work(args: argparse.Namespace, options: list[str]) -> None:
     if args.list:
         for run in plan():
-            row = done(run)
-            print(f"{run.name:44}{'to do' if row is None else format(row['test/acc'], '.4f')}")
+            row = find(run)
+            reached = "to do" if row is None else f"{row['test/acc']:.4f}"
+            print(f"{run.name:44}{reached}{'' if row is None or complete(row, run) else '  to be tested further'}")
     elif args.tables:
         from evidence.curves import draw
         from evidence.tables import write

@@ -78,10 +78,14 @@ def test_a_row_counts_for_the_settings_that_it_was_made_with(place):
     first, second, _ = plans.plan()
     rows.keep(first, {"test/acc": 0.5})
     rows.keep(second, {"test/acc": 0.7})
-    assert rows.done(first)["test/acc"] == 0.5
+    assert rows.find(first)["test/acc"] == 0.5
     (place / "base.yaml").write_text(BASE.replace("batch_size: 8", "batch_size: 4"))
     changed = plans.plan()
-    assert [rows.done(run) for run in changed] == [None] * 3
+    assert [rows.find(run) for run in changed] == [None] * 3
+    assert not rows.complete(None, first)
+    assert not rows.complete({"sizes": [{"rows": 24, "cols": 24}]}, first)  # no ablation
+    assert not rows.complete({"sizes": [{"rows": 32, "cols": 24}], "ablation": []}, first)
+    assert rows.complete({"sizes": [{"rows": 24, "cols": 24}], "ablation": []}, first)
     rows.keep(changed[0], {"test/acc": 0.6})
     assert [row["test/acc"] for row in rows.read("small")] == [0.7, 0.6]  # the older line of the run is gone
 
@@ -114,7 +118,7 @@ def test_the_driver_trains_what_is_missing_and_goes_on_after_a_stop(place, monke
     assert [command[0] for command in calls] == ["train.py", "evaluate.py"]  # what has its line is passed over
 
     (trainer.runs / one.name / "version_0" / "results.json").unlink()  # as if it had been killed before its test
-    (place / "results" / "small.jsonl").unlink()
+    rows.keep(one, {key: value for key, value in row.items() if key not in ("row", "seed", "settings", "sizes")})
     assert trainer.train([one], jobs=1) == []
     assert calls[2][-2:] == ["--ckpt_path", "last"]
     (resumed,) = rows.read("small")

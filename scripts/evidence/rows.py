@@ -20,9 +20,18 @@ def read(group: str) -> list[Row]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def done(run: Planned) -> Row | None:
+def find(run: Planned) -> Row | None:
     """The line of a run, if it was made with the settings that the run has now."""
     return next((row for row in read(run.group) if same(row, run)), None)
+
+
+def complete(row: Row | None, run: Planned) -> bool:
+    """Whether there is a line, with all that is to be tested afterwards."""
+    if row is None:
+        return False
+    tested = {(r["rows"], r["cols"]) for r in row.get("sizes", [])}
+    asked = {(int(rows), int(cols or rows)) for rows, _, cols in (size.partition("x") for size in run.sizes)}
+    return asked <= tested and ("ablation" in row or not run.ablate)
 
 
 def same(row: Row, run: Planned) -> bool:

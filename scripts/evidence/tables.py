@@ -9,7 +9,7 @@ import timm
 
 import vitrel
 from evidence.plan import Planned, plan
-from evidence.rows import RESULTS, Row, done, mean
+from evidence.rows import RESULTS, Row, find, mean
 from vitrel.training.fileio import ConfigError, write_whole
 
 ROOT = RESULTS.parent
@@ -51,7 +51,7 @@ def by_row(group: str) -> tuple[dict[str, Runs], list[str]]:
     rows: dict[str, Runs] = {}
     missing = []
     for run in plan([group]):
-        row = done(run)
+        row = find(run)
         if row is None:
             missing.append(f"{run.row} (seed {run.seed})")
         else:

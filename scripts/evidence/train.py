@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from evidence.plan import Planned
-from evidence.rows import Row, done, keep
+from evidence.rows import Row, complete, find, keep
 from vitrel.training.fileio import ConfigError
 
 SCRIPTS = Path(__file__).resolve().parents[1]
@@ -34,8 +34,8 @@ class Trainer:
         self._keeping, self._stopped = threading.Lock(), False
 
     def train(self, planned: Sequence[Planned], jobs: int) -> list[str]:
-        """Trains those that have no line so far; returns a line about each that failed."""
-        missing = [run for run in planned if not done(run)]
+        """Trains and tests those whose line is not complete; returns a line about each that failed."""
+        missing = [run for run in planned if not complete(find(run), run)]
         try:
             with ThreadPoolExecutor(jobs) as pool:
                 try:
@@ -62,7 +62,7 @@ class Trainer:
             return f"{run.name}: evaluate.py ended with {status}, see {self._log(run)}"
         with self._keeping:
             keep(run, figures(folder))
-        print(f"{run.name}: {done(run)['test/acc']:.4f}", flush=True)  # type: ignore[index]
+        print(f"{run.name}: {figures(folder)['test/acc']:.4f}", flush=True)
         return None
 
     def _folder(self, run: Planned) -> Path | None:
