@@ -29,7 +29,7 @@ if __name__ == "__main__":
     parser.add_argument("--ablate", action="store_true", help="switch each position term off")
     parser.add_argument("--sizes", nargs="+", default=[], metavar="SIZE", help="in pixels: N, or HxW")
     parser.add_argument("--per_class", action="store_true", help="top-1 of each class")
-    parser.add_argument("--out", type=Path, help="folder for tables and figures [RUN/evaluation]")
+    parser.add_argument("--out", type=Path, help="folder for tables and figures [RUN/evaluation, or ./evaluation]")
     args = parser.parse_args()
     overrides = {"root": args.root} if args.root else {}
     asked = {name: vars(args)[name] for name in ("ablate", "sizes", "per_class", "out")}

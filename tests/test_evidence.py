@@ -52,7 +52,8 @@ def test_every_kept_row_is_of_a_planned_run():
     planned = {(run.group, run.row, run.seed): run for run in plans.plan()}
     for file in rows.RESULTS.glob("*.jsonl"):
         for row in rows.read(file.stem):
-            assert rows.same(row, planned[file.stem, row["row"], row["seed"]]), (file.stem, row["row"])
+            assert rows.of(row, planned[file.stem, row["row"], row["seed"]]), (file.stem, row["row"])
+            assert row["epochs"] == len(row["val/acc"]) == row["settings"]["trainer.max_epochs"]
 
 
 def test_names_choose_runs(place):
@@ -63,15 +64,50 @@ def test_names_choose_runs(place):
     with pytest.raises(ConfigError, match=r"no experiment 'small\.bia'; the groups are small"):
         plans.plan(["small.bia"])
     bias, _, none = plans.plan()
-    assert bias.settings["model.rel_pos"] == "bias"
-    assert "model.rel_pos" not in none.settings
+    assert bias.settings["model.rel_pos.terms"] == ["bias"]
+    assert none.settings["model.rel_pos"] is None
+    assert (bias.settings["trainer.max_epochs"], bias.settings["data.batch_size"]) == (2, 8)
+    assert not {"seed", "name", "data.root"} & set(bias.settings)
     assert (bias.own, none.own) == ("rel_pos bias", "rel_pos None, img_size [16, 24]")
 
 
-def test_a_mistake_in_a_file_is_named(place):
-    (place / "experiments" / "small.yaml").write_text(SMALL.replace("model.rel_pos: bias", "model.rel_poss: bias"))
-    with pytest.raises(ConfigError, match=r"small\.yaml: bias: unknown setting 'model\.rel_poss'; did you mean"):
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "model.rel_pos: bias",
+            "model.rel_poss: bias",
+            r"small\.yaml: bias: unknown setting 'model\.rel_poss'; did you",
+        ),
+        (
+            "settings:",
+            "setings:",
+            r"small\.yaml: unknown key 'setings', expected ablate, config, rows, settings, sizes",
+        ),
+        ("config: base.yaml", "", r"small\.yaml: expected config, and rows"),
+        ("seeds: [0, 1]", "seeds: 0", r"small\.yaml: expected config, and rows"),
+        ("sizes: [24]", "sizes: [banana]", "expected pixels such as 48, or 48x32 for rows x columns, got 'banana'"),
+        ("base.yaml", "other.yaml", r"small\.yaml: bias: --config: there is no"),
+    ],
+)
+def test_a_mistake_in_a_file_is_named(place, old, new, message):
+    assert old in SMALL
+    (place / "experiments" / "small.yaml").write_text(SMALL.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=message):
         plans.plan()
+
+
+def test_a_damaged_line_is_named(place):
+    (place / "results").mkdir()
+    (place / "results" / "small.jsonl").write_text("<<<<<<< HEAD\n")
+    with pytest.raises(ConfigError, match=r"small\.jsonl, line 1: not the line of a run"):
+        rows.find(plans.plan()[0])
+
+
+@pytest.mark.parametrize("options", [["--trainer.max_epochs", "1"], ["--seed", "3"], ["--name=x"]])
+def test_options_that_would_change_a_row_are_refused(place, options):
+    with pytest.raises(ConfigError, match=r"would change small\.bias\.0, expected options such as --data\.root"):
+        train.Trainer(place / "runs", options, threads=1).train(plans.plan(), jobs=1)
 
 
 def test_a_row_counts_for_the_settings_that_it_was_made_with(place):
@@ -79,6 +115,9 @@ def test_a_row_counts_for_the_settings_that_it_was_made_with(place):
     rows.keep(first, {"test/acc": 0.5})
     rows.keep(second, {"test/acc": 0.7})
     assert rows.find(first)["test/acc"] == 0.5
+    older = {k: v for k, v in first.settings.items() if k != "data.mixup"}  # a setting that did not exist then
+    assert rows.same(older, first.settings)
+    assert not rows.same({**older, "data.mixup": 0.2}, first.settings)
     (place / "base.yaml").write_text(BASE.replace("batch_size: 8", "batch_size: 4"))
     changed = plans.plan()
     assert [rows.find(run) for run in changed] == [None] * 3
@@ -93,7 +132,7 @@ def test_a_row_counts_for_the_settings_that_it_was_made_with(place):
 @pytest.mark.slow
 def test_the_driver_trains_what_is_missing_and_goes_on_after_a_stop(place, monkeypatch):
     one, _, none = plans.plan()
-    trainer = train.Trainer(place / "runs", ["--data.batch_size", "0"], threads=1)
+    trainer = train.Trainer(place / "runs", ["--data.num_workers", "-1"], threads=1)
     (problem,) = trainer.train([none], jobs=1)
     assert problem == f"small.none.0: train.py ended with 2, see {place / 'runs' / 'small.none.0.log'}"
     assert rows.read("small") == []
@@ -120,10 +159,18 @@ def test_the_driver_trains_what_is_missing_and_goes_on_after_a_stop(place, monke
     (trainer.runs / one.name / "version_0" / "results.json").unlink()  # as if it had been killed before its test
     rows.keep(one, {key: value for key, value in row.items() if key not in ("row", "seed", "settings", "sizes")})
     assert trainer.train([one], jobs=1) == []
-    assert calls[2][-2:] == ["--ckpt_path", "last"]
+    assert calls[2][-2:] == ["--ckpt_path", str(trainer.runs / one.name / "version_0" / "checkpoints" / "last.ckpt")]
     (resumed,) = rows.read("small")
+    assert "seconds" not in resumed
     for key in ("test/acc", "test/loss", "val/acc", "sizes", "ablation"):
         assert resumed[key] == row[key]
+
+    (place / "base.yaml").write_text(BASE.replace("batch_size: 8", "batch_size: 6"))
+    changed = plans.plan()[0]
+    assert trainer.train([changed], jobs=1) == []  # what was trained with other settings is no part of it
+    assert "--ckpt_path" not in calls[4]
+    assert rows.read("small")[0]["settings"]["data.batch_size"] == 6
+    assert len(rows.read("small")[0]["val/acc"]) == 2
 
 
 def test_the_tables_of_the_pages_follow_from_the_results():
@@ -143,6 +190,11 @@ def test_a_table_says_what_it_holds(place):
     assert missing == ["none (seed 0)"]
     assert tables.percent(found["bias"]) == "55.0 (50.0, 60.0)"
     assert tables.kept(found["bias"]) == "82, interpolate"  # the mean of 90 and 75
+    assert tables.fill("a\n<!-- table: cost -->\nold\n<!-- end -->\nb").startswith(
+        "a\n<!-- table: cost -->\n| none = 1 |"
+    )
+    with pytest.raises(ConfigError, match="table 'cost': there is no '<!-- end -->' below it"):
+        tables.fill("<!-- table: cost -->\ntext\n<!-- table: cost -->\n<!-- end -->")
     with pytest.raises(ConfigError, match="no table is called 'nothing'"):
         tables.fill("<!-- table: nothing -->\n<!-- end -->")
     made = tables._group("small")

@@ -4,7 +4,7 @@ import torch
 
 import vitrel
 from vitrel.grid import AxisDistance
-from vitrel.initial import WINDOWS, alibi, gaussian
+from vitrel.initial import LOCAL, alibi, convit
 from vitrel.relpos import RelPos
 from vitrel.tables import LearnedTable
 
@@ -19,42 +19,44 @@ def test_alibi_of_eight_heads_is_that_of_the_paper_on_each_axis():
 
 @pytest.mark.parametrize(("heads", "centres"), [
     (1, [(0, 0)]),
-    (3, [(-0.5, -0.5), (-0.5, 0.5), (0.5, -0.5)]),
+    (3, [(0, 0)] * 3),
+    (6, [(-0.5, -0.5), (-0.5, 0.5), (0.5, -0.5), (0.5, 0.5), (0, 0), (0, 0)]),
     (9, [(y, x) for y in (-1, 0, 1) for x in (-1, 0, 1)]),
 ])  # fmt: skip
-def test_gaussian_heads_look_at_the_places_of_a_kernel(heads, centres):
-    rows, cols = gaussian(torch.arange(-3, 4), torch.arange(-2, 3), heads)
+def test_convit_heads_look_at_the_places_of_a_kernel(heads, centres):
+    rows, cols = convit(torch.arange(-3, 4), torch.arange(-2, 3), heads)
     for h, (y, x) in enumerate(centres):
         for i, dh in enumerate(range(-3, 4)):
             for j, dw in enumerate(range(-2, 3)):
                 assert float(rows[h, i] + cols[h, j]) == -((dh - y) ** 2) - (dw - x) ** 2
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize(
-    ("kind", "directed"), [("clamp", True), ("clamp", False), ("t5_log", True), ("piecewise", True)]
-)
-def test_a_joint_table_starts_as_the_separable_one(window, kind, directed):
-    axes = tuple(AxisDistance(kind, k, *(() if kind == "clamp" else (1.9, 4, 12.0)), directed=directed) for k in (4, 6))
-    rows, cols = LearnedTable(4, axes, window=window)()
-    (joint,) = LearnedTable(4, axes, joint=True, window=window)()
-    assert torch.equal(joint, rows[:, :, None] + cols[:, None, :])
-    dh, dw = (axis.entry_offsets() for axis in axes)
-    assert torch.allclose(rows.double(), WINDOWS[window](dh, dw, 4)[0])
+@pytest.mark.parametrize("local", LOCAL)
+@pytest.mark.parametrize("kind", ["clamp", "t5_log", "piecewise"])
+def test_a_table_holds_the_values_of_its_entries(local, kind):
+    """Entry by entry, also where an entry serves a bucket of offsets; a joint table the sum of both axes."""
+    axes = tuple(AxisDistance(kind, k, *(() if kind == "clamp" else (1.9, 4, 12.0))) for k in (4, 6))
+    rows, cols = LearnedTable(4, axes, local=local)()
+    (joint,) = LearnedTable(4, axes, joint=True, local=local)()
+    for i, dh in enumerate(axes[0].entry_offsets().tolist()):
+        for j, dw in enumerate(axes[1].entry_offsets().tolist()):
+            a, b = LOCAL[local](torch.tensor([dh]), torch.tensor([dw]), 4)
+            assert torch.allclose(joint[:, i, j].double(), (a + b)[:, 0])
+            assert torch.allclose((rows[:, i] + cols[:, j]).double(), (a + b)[:, 0])
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize(
-    "scheme", [{"preset": "bias"}, {"preset": "swin", "share_heads": True}, {"preset": "txl+bias"}]
-)
-def test_a_model_starts_with_the_window_and_goes_back_to_it(window, scheme):
-    model = timm.create_model("vitrel_micro_patch4_32", img_size=(24, 40), rel_pos={**scheme, "init": window})
+@pytest.mark.parametrize("local", LOCAL)
+@pytest.mark.parametrize("scheme", ["bias", "swin", "txl+bias"])
+def test_a_model_starts_local_and_goes_back_to_it(local, scheme):
+    model = timm.create_model("vitrel_micro_patch4_32", img_size=(24, 40), rel_pos={"preset": scheme, "init": local})
+    for heads in vitrel.bias_maps(model).values():
+        if scheme != "txl+bias":
+            h, w = 6, 10
+            peaks = heads.flatten(1).argmax(1)
+            assert (peaks // (2 * w - 1) - (h - 1)).abs().max() <= 1
+            assert (peaks % (2 * w - 1) - (w - 1)).abs().max() <= 1
     tables = [m.position_terms.bias for m in model.relative_attentions()]
     before = [tuple(t.clone() for t in table()) for table in tables]
-    if scheme["preset"] != "swin":
-        peak = vitrel.bias_maps(timm.create_model("vitrel_micro_patch4_32", rel_pos={"preset": "bias", "init": window}))
-        for heads in peak.values():
-            assert (heads.flatten(1).argmax(1) // 15 - 7).abs().max() <= 1  # the largest entry is a near one
     with torch.no_grad():
         for table in tables:
             for parameter in table.parameters():
@@ -64,16 +66,22 @@ def test_a_model_starts_with_the_window_and_goes_back_to_it(window, scheme):
         assert all(torch.equal(a, b) for a, b in zip(old, table(), strict=True))
 
 
-def test_vector_tables_start_as_they_do_without_a_window():
+def test_vector_tables_start_as_they_do_otherwise():
     torch.manual_seed(0)
     plain = timm.create_model("vitrel_micro_patch4_32", rel_pos="txl+bias")
     torch.manual_seed(0)
-    window = timm.create_model("vitrel_micro_patch4_32", rel_pos={"preset": "txl+bias", "init": "gaussian"})
-    for (name, a), (_, b) in zip(plain.named_parameters(), window.named_parameters(), strict=True):
+    near = timm.create_model("vitrel_micro_patch4_32", rel_pos={"preset": "txl+bias", "init": "convit"})
+    for (name, a), (_, b) in zip(plain.named_parameters(), near.named_parameters(), strict=True):
         assert torch.equal(a, b) == (".bias.table" not in name), name
 
 
 @pytest.mark.parametrize("scheme", [{"preset": "txl"}, {"preset": "none"}, {"preset": "cpb"}])
-def test_a_window_without_a_learned_bias_is_refused(scheme):
+def test_what_has_no_learned_bias_for_each_head_is_refused(scheme):
     with pytest.raises(ValueError, match="init='alibi' fills the learned table of the bias; add 'bias'"):
         RelPos.of({**scheme, "init": "alibi"})
+
+
+@pytest.mark.parametrize("field", [{"share_heads": True}, {"directed": False}])
+def test_heads_that_cannot_differ_are_refused(field):
+    with pytest.raises(ValueError, match="init='convit' begins each head in its own way and direction"):
+        RelPos.of({"preset": "bias", "init": "convit", **field})

@@ -111,7 +111,8 @@ def test_the_data_of_an_evaluation_may_lie_elsewhere(monkeypatch, capsys):
     for option in ("--data.root", "--root"):
         status, written = script("evaluate.py", "nowhere", option, "DIR", monkeypatch=monkeypatch, capsys=capsys)
         assert status == 2
-        assert written.err == "error: nowhere: there is no such run folder or checkpoint\n"
+        said = "there is no such run folder or checkpoint; a model's name needs --config"
+        assert written.err == f"error: nowhere: {said}\n"
 
 
 FAKE = (

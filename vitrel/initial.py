@@ -22,28 +22,30 @@ def alibi(dh: Tensor, dw: Tensor, heads: int) -> tuple[Tensor, Tensor]:
         heads: H.
 
     Returns:
-        (H, rows) and (H, columns).
+        (H, rows) and (H, columns), float64.
     """
     slopes = 2.0 ** (-8.0 * torch.arange(1, heads + 1, dtype=torch.float64) / heads)
     return -slopes[:, None] * dh.abs(), -slopes[:, None] * dw.abs()
 
 
-def gaussian(dh: Tensor, dw: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """A window of its own for every head, as of a convolution: ``-|Δ - c|^2``, after the softmax a Gaussian around c.
+def convit(dh: Tensor, dw: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Heads that begin as a convolution: ``-|Δ - c|^2``, with a centre c of its own for every head.
 
-    The centres c are those of a square kernel of k x k patches with k^2 >= H, row by row: 2 x 2 at ±1/2 for four heads.
-    ConViT's initial heads, d'Ascoli et al., arXiv 2103.10697, with locality strength 1.
+    The centres are the places of a kernel of k x k patches, ``k = floor(sqrt(H))``, row by row: 2 x 2 at ±1/2 for four
+    heads. Heads beyond k^2 look at the patch itself, c = 0. d'Ascoli et al., arXiv 2103.10697, at locality strength 1;
+    there the softmax of position is mixed with that of content by a gate, here they are summed before one softmax.
 
     Args and returns as :func:`alibi`.
     """
-    side = math.isqrt(heads - 1) + 1
+    side = math.isqrt(heads)
     n = torch.arange(heads)
+    inside = n < side * side
     rows, cols = (
-        -((delta.double() - (place - (side - 1) / 2)[:, None]) ** 2)
+        -((delta.double() - torch.where(inside, place - (side - 1) / 2, 0.0)[:, None]) ** 2)
         for delta, place in ((dh, n // side), (dw, n % side))
     )
     return rows, cols
 
 
-WINDOWS: dict[str, Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]] = {"alibi": alibi, "gaussian": gaussian}
-"""Initial windows by name."""
+LOCAL: dict[str, Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]] = {"alibi": alibi, "convit": convit}
+"""Initial tables by name."""

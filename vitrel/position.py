@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from vitrel.initial import WINDOWS
+from vitrel.initial import LOCAL
 from vitrel.relpos import TERMS, RelPos, Term
 from vitrel.rotary import AxialFrequencies, MixedFrequencies
 from vitrel.tables import Axes, LearnedTable, MlpTable, SinusoidTable, Tables
@@ -107,18 +107,18 @@ class PositionTerms(nn.Module):
         width = self.head_dim if term.table == "vector" else None
         if spec.source == "mlp":
             return MlpTable(heads, self.axes, coords=spec.mlp_coords, hidden=spec.mlp_hidden, **dd)
-        window = spec.init if spec.init in WINDOWS and term.table == "scalar" else None
+        local = spec.init if spec.init in LOCAL and term.table == "scalar" else None
         std = self._init_std(term)
         if spec.source == "sinusoid":
             return SinusoidTable(heads, self.axes, width, sinusoid_width=dim, init_std=std, **dd)
         joint = spec.table == "joint"
-        options: dict[str, Any] = {"joint": joint, "resize": spec.resize, "init_std": std, "window": window}
+        options: dict[str, Any] = {"joint": joint, "resize": spec.resize, "init_std": std, "local": local}
         return LearnedTable(heads, self.axes, width, **options, **dd)
 
     def _init_std(self, term: Term) -> float:
         normal = term.table == "vector" or self.rel_pos.source == "sinusoid"
         init = self.rel_pos.init
-        if init is None or init in WINDOWS:
+        if init is None or init in LOCAL:
             init = "normal" if normal else "zeros"
         return {"zeros": 0.0, "normal": self.rel_pos.init_std, "scaled": self.head_dim**-0.5}[init]
 

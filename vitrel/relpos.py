@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from vitrel.grid import BUCKETS, AxisDistance
-from vitrel.initial import WINDOWS
+from vitrel.initial import LOCAL
 from vitrel.resize import RESIZE
 from vitrel.tables import Axes
 
@@ -149,8 +149,8 @@ class RelPos:
         resize: Rule by which tables follow another grid: ``clamp``, ``interpolate``, ``geometric``, ``crop``.
         init: How learned tables start: ``zeros``, ``normal`` (truncated, ``init_std``), ``scaled`` (normal, 1/sqrt(d)),
             or None: zeros for scalar tables, normal for vector tables. A sinusoid's projections start normal unless
-            ``zeros``. ``alibi`` and ``gaussian`` start the bias as a window on near patches (``vitrel.initial``), and
-            vector tables as None does.
+            ``zeros``. ``alibi`` and ``convit`` start the bias so that near patches are favoured (``vitrel.initial``),
+            and vector tables as None does.
         init_std: Standard deviation of ``normal``.
         theta: Base of the rotary frequencies; None for the originals' 100 (axial) and 10 (mixed).
         mlp_coords: ``swin`` or ``cr``, see ``MlpTable``.
@@ -199,7 +199,7 @@ class RelPos:
             "mlp_coords": ("swin", "cr"),
         }
         if self.init is not None:
-            choices["init"] = ("zeros", "normal", "scaled", *WINDOWS)
+            choices["init"] = ("zeros", "normal", "scaled", *LOCAL)
         for field, allowed in choices.items():
             if getattr(self, field) not in list(allowed):
                 raise _one_of(field, getattr(self, field), allowed)
@@ -233,11 +233,17 @@ class RelPos:
             reads = TERMS[term].reads
             if reads and reads not in self.terms:
                 raise ValueError(f"rel_pos: term {term!r} reads the table of {reads!r}; add {reads!r} to the terms")
-        if self.init in WINDOWS and ("bias" not in self.terms or self.source != "learned"):
-            raise ValueError(
-                f"rel_pos: init={self.init!r} fills the learned table of the bias; add 'bias' to the terms, with "
-                "source='learned', or take another init"
-            )
+        if self.init in LOCAL:
+            if "bias" not in self.terms or self.source != "learned":
+                raise ValueError(
+                    f"rel_pos: init={self.init!r} fills the learned table of the bias; add 'bias' to the terms, with "
+                    "source='learned', or take another init"
+                )
+            if self.share_heads or not self.directed:
+                raise ValueError(
+                    f"rel_pos: init={self.init!r} begins each head in its own way and direction; leave share_heads and "
+                    "directed as they are, or take another init"
+                )
         if {"rotary", "rotary_mixed"} <= set(self.terms):
             raise ValueError("rel_pos: 'rotary' and 'rotary_mixed' turn the same features; take one of them")
         if self.source == "sinusoid" and self.table == "joint":
@@ -345,6 +351,11 @@ class RelPos:
             AxisDistance(self.distance, int(buckets), exact, buckets, largest_of_axis, self.directed)
             for largest_of_axis in largest
         )
+
+    def differing(self, other: RelPos) -> list[str]:
+        """Fields in which another scheme differs and that change the parameters or what they mean."""
+        free = ("resize", "init", "init_std")
+        return [f.name for f in fields(self) if f.name not in free and getattr(self, f.name) != getattr(other, f.name)]
 
     def scales(self, head_dim: int) -> dict[str, float]:
         """Factor of the content and of each position term, for heads of width ``head_dim``."""

@@ -17,7 +17,7 @@ from timm.layers import Mlp, trunc_normal_
 from torch import Tensor, nn
 
 from vitrel.grid import AxisDistance, Grid, offsets
-from vitrel.initial import WINDOWS
+from vitrel.initial import LOCAL
 from vitrel.resize import resize_table
 
 Tables = tuple[Tensor, ...]
@@ -41,7 +41,7 @@ class LearnedTable(nn.Module):
         joint: One table over (Δh, Δw) instead of one per axis.
         resize: Rule by which a table of another size is loaded, a key of ``RESIZE``.
         init_std: Standard deviation of the truncated normal that fills it; 0 fills it with zeros.
-        window: A key of ``WINDOWS`` to fill a scalar table with instead.
+        local: A key of ``LOCAL`` to fill a scalar table with instead.
     """
 
     notes = ("offset_h", "offset_w", "trained")
@@ -56,12 +56,12 @@ class LearnedTable(nn.Module):
         joint: bool = False,
         resize: str = "clamp",
         init_std: float = 0.0,
-        window: str | None = None,
+        local: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.axes, self.resize, self.init_std, self.window = axes, resize, init_std, window
+        self.axes, self.resize, self.init_std, self.local = axes, resize, init_std, local
         self.trained = (axes[0].size, axes[1].size)  # buckets that training can have reached
         tail = () if width is None else (width,)
         rows, cols = (axis.entries for axis in axes)
@@ -72,12 +72,12 @@ class LearnedTable(nn.Module):
 
     def reset_parameters(self) -> None:
         tables = list(self.parameters())
-        if self.window is None:
+        if self.local is None:
             for table in tables:
                 _fill(table, self.init_std)
             return
         dh, dw = (axis.entry_offsets() for axis in self.axes)
-        rows, cols = WINDOWS[self.window](dh, dw, len(tables[0]))
+        rows, cols = LOCAL[self.local](dh, dw, len(tables[0]))
         values = (rows, cols) if len(tables) == 2 else (rows[:, :, None] + cols[:, None, :],)
         with torch.no_grad():
             for table, value in zip(tables, values, strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ WEIGHTS = Path(__file__).parent / "weights"
 """A folder ARCHITECTURE.TAG for each set of weights, as ``scripts/export.py`` writes it."""
 
 _SHIPPED: dict[str, dict[str, Any]] = {
-    file.parent.name: json.loads(file.read_text(encoding="utf-8")) for file in sorted(WEIGHTS.glob("*/config.json"))
+    file.parent.name: json.loads(file.read_text(encoding="utf-8")) for file in sorted(WEIGHTS.glob("[!.]*/config.json"))
 }
 
 
@@ -57,58 +56,61 @@ default_cfgs = generate_default_cfgs(
 )
 
 
-def _create(variant: str, pretrained: bool, **kwargs: Any) -> RelativeVisionTransformer:
+def _create(variant: str, pretrained: bool, body: dict[str, Any], **kwargs: Any) -> RelativeVisionTransformer:
     tag = kwargs.get("pretrained_cfg") or (default_cfgs[variant].tags[0] if pretrained else None)
     overlay = kwargs.get("pretrained_cfg_overlay") or {}
-    if isinstance(tag, str) and f"{variant}.{tag}" in _SHIPPED and not overlay.get("file"):
-        stored = _SHIPPED[f"{variant}.{tag}"]["model_args"]
-        theirs, asked = (RelPos.of(spec) for spec in (stored["rel_pos"], kwargs.get("rel_pos", stored["rel_pos"])))
-        if pretrained and replace(asked, resize=theirs.resize, init=theirs.init, init_std=theirs.init_std) != theirs:
-            scheme = "+".join(theirs.terms)
+    stored: dict[str, Any] = {}
+    if isinstance(tag, str) and not overlay.get("file"):
+        stored = _SHIPPED.get(f"{variant}.{tag}", {}).get("model_args", {})
+    if stored and pretrained:
+        theirs = RelPos.of(stored["rel_pos"])
+        if theirs.differing(RelPos.of(kwargs.get("rel_pos", theirs))):
             raise ValueError(
-                f"rel_pos: the weights {variant}.{tag} are of another scheme ({scheme}); leave rel_pos out"
+                f"rel_pos: the weights {variant}.{tag} are of another scheme ({'+'.join(theirs.terms)}); leave it out"
             )
-        kwargs = {**stored, **kwargs}
-    return build_model_with_cfg(
+    model = build_model_with_cfg(
         RelativeVisionTransformer,
         variant,
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,  # an absolute embedding and other patches fit another size too
         feature_cfg={"out_indices": 3, "feature_cls": "getter"},
-        **kwargs,
+        **{**body, **stored, **kwargs},
     )
+    if isinstance(model, RelativeVisionTransformer):
+        model._model_args = {**stored, **model._model_args}  # timm records only what the caller has given
+    return model
 
 
 @register_model
 def vitrel_micro_patch4_32(pretrained: bool = False, **kwargs: Any) -> RelativeVisionTransformer:
     """Width 128, depth 6, 4 heads, MLP ratio 2: 0.8 M parameters at 32 px."""
-    args = {"patch_size": 4, "embed_dim": 128, "depth": 6, "num_heads": 4, "mlp_ratio": 2.0}
-    return _create("vitrel_micro_patch4_32", pretrained, **{**args, **kwargs})
+    body = {"patch_size": 4, "embed_dim": 128, "depth": 6, "num_heads": 4, "mlp_ratio": 2.0}
+    return _create("vitrel_micro_patch4_32", pretrained, body, **kwargs)
 
 
 @register_model
 def vitrel_tiny_patch4_32(pretrained: bool = False, **kwargs: Any) -> RelativeVisionTransformer:
     """DeiT-Ti's body on 4 px patches: width 192, depth 12, 3 heads."""
-    args = {"patch_size": 4, "embed_dim": 192, "depth": 12, "num_heads": 3}
-    return _create("vitrel_tiny_patch4_32", pretrained, **{**args, **kwargs})
+    body = {"patch_size": 4, "embed_dim": 192, "depth": 12, "num_heads": 3}
+    return _create("vitrel_tiny_patch4_32", pretrained, body, **kwargs)
 
 
 @register_model
 def vitrel_tiny_patch16_224(pretrained: bool = False, **kwargs: Any) -> RelativeVisionTransformer:
     """DeiT-Ti's body: width 192, depth 12, 3 heads."""
-    args = {"patch_size": 16, "embed_dim": 192, "depth": 12, "num_heads": 3}
-    return _create("vitrel_tiny_patch16_224", pretrained, **{**args, **kwargs})
+    body = {"patch_size": 16, "embed_dim": 192, "depth": 12, "num_heads": 3}
+    return _create("vitrel_tiny_patch16_224", pretrained, body, **kwargs)
 
 
 @register_model
 def vitrel_small_patch16_224(pretrained: bool = False, **kwargs: Any) -> RelativeVisionTransformer:
     """ViT-S/16's body: width 384, depth 12, 6 heads."""
-    args = {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6}
-    return _create("vitrel_small_patch16_224", pretrained, **{**args, **kwargs})
+    body = {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6}
+    return _create("vitrel_small_patch16_224", pretrained, body, **kwargs)
 
 
 @register_model
 def vitrel_base_patch16_224(pretrained: bool = False, **kwargs: Any) -> RelativeVisionTransformer:
     """ViT-B/16's body: width 768, depth 12, 12 heads."""
-    args = {"patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12}
-    return _create("vitrel_base_patch16_224", pretrained, **{**args, **kwargs})
+    body = {"patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12}
+    return _create("vitrel_base_patch16_224", pretrained, body, **kwargs)

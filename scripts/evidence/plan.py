@@ -1,16 +1,20 @@
 """What is to be trained: groups of rows in ``configs/experiments/``, each row with one run per seed."""
 
+import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vitrel.relpos import RelPos
 from vitrel.training.config import parse
+from vitrel.training.evaluation import parse_size
 from vitrel.training.fileio import ConfigError, read_yaml
 from vitrel.training.settings import TrainConfig
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+Settings = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -23,9 +27,9 @@ class Planned:
         seed: Seed of weights, order and augmentation.
         own: The settings that tell its row from the others of the group, as text.
         options: Options of ``train.py``.
-        sizes: Input sizes in pixels that its model is tested at afterwards.
+        sizes: Input sizes (rows, columns) in pixels that its model is tested at afterwards.
         ablate: Whether its model is tested without each of its terms afterwards.
-        settings: What of its resolved settings differs from the defaults: equal ones give equal results.
+        settings: Its resolved settings: equal ones give equal results.
     """
 
     group: str
@@ -33,13 +37,24 @@ class Planned:
     seed: int
     own: str
     options: tuple[str, ...]
-    sizes: tuple[str, ...]
+    sizes: tuple[tuple[int, int], ...]
     ablate: bool
-    settings: dict[str, Any]
+    settings: Settings
 
     @property
     def name(self) -> str:
         return f"{self.group}.{self.row}.{self.seed}"
+
+
+@dataclass
+class _File:
+    """A group as it is written down."""
+
+    config: str
+    rows: dict[str, dict[str, Any]]
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    sizes: list[Any] = dataclasses.field(default_factory=list)
+    ablate: bool = False
 
 
 def plan(asked: Sequence[str] = ()) -> list[Planned]:
@@ -63,22 +78,33 @@ def _within(run: Planned, name: str) -> bool:
 
 def _group(file: Path) -> Iterator[Planned]:
     tree = read_yaml(file)
-    config, common = tree["config"], tree.get("settings", {})
-    sizes, ablate = tree.get("sizes", []), tree.get("ablate", False)
-    for row, own in tree["rows"].items():
-        own = dict(own or {})
-        seeds = own.pop("seeds", [0])
-        size, terms = own.pop("sizes", sizes), own.pop("ablate", ablate)
-        said = ", ".join(f"{key.removeprefix('model.').removeprefix('optim.')} {_text(own[key])}" for key in own)
-        options = ["--config", str(CONFIGS / config)]
-        for key, value in {**common, **own}.items():
-            options += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
-        try:
-            settings = _differing(parse(options, folders=[CONFIGS]))
-        except ConfigError as e:
-            raise ConfigError(f"{file}: {row}: {e}") from None
-        for seed in seeds:
-            yield Planned(file.stem, row, seed, said, tuple(options), tuple(map(str, size)), terms, settings)
+    names = {f.name for f in dataclasses.fields(_File)}
+    if unknown := set(tree) - names:
+        raise ConfigError(f"{file}: unknown key {min(unknown)!r}, expected {', '.join(sorted(names))}")
+    try:
+        group = _File(**tree)
+        for row, own in group.rows.items():
+            own = dict(own)
+            seeds = [int(seed) for seed in own.pop("seeds", [0])]
+            sizes = tuple(parse_size(str(size)) for size in own.pop("sizes", group.sizes))
+            ablate = bool(own.pop("ablate", group.ablate))
+            options = ["--config", str(CONFIGS / group.config)]
+            for key, value in {**group.settings, **own}.items():
+                options += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
+            try:
+                settings = identity(parse(options))
+            except ConfigError as e:
+                raise ConfigError(f"{file}: {row}: {e}") from None
+            for seed in seeds:
+                yield Planned(file.stem, row, seed, _said(own), tuple(options), sizes, ablate, settings)
+    except (TypeError, ValueError, AttributeError) as e:
+        if isinstance(e, ConfigError):
+            raise
+        raise ConfigError(f"{file}: expected config, and rows of settings; see the other files beside it ({e})") from e
+
+
+def _said(own: dict[str, Any]) -> str:
+    return ", ".join(f"{key.removeprefix('model.').removeprefix('optim.')} {_text(own[key])}" for key in own)
 
 
 def _text(value: Any) -> str:
@@ -91,10 +117,13 @@ _APART = ("name", "runs", "seed", "ckpt_path", "logger", "data.root", "data.num_
 """Settings that leave the result as it is, or are kept beside it."""
 
 
-def _differing(config: TrainConfig) -> dict[str, Any]:
-    default = TrainConfig()
-    given, usual = _flat(config.as_dict()), _flat(default.as_dict())
-    return {k: v for k, v in given.items() if (k not in usual or usual[k] != v) and not k.startswith(_APART)}
+def identity(config: TrainConfig) -> Settings:
+    """The settings that decide a result, flat, with a scheme as its fields: a preset may come to mean another."""
+    tree = config.as_dict()
+    if tree["model"]["rel_pos"] is not None:
+        tree["model"]["rel_pos"] = RelPos.of(tree["model"]["rel_pos"]).as_dict()
+    settings = json.loads(json.dumps(_flat(tree)))
+    return {key: value for key, value in settings.items() if not key.startswith(_APART)}
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

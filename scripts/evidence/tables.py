@@ -29,13 +29,15 @@ def fill(text: str) -> str:
     """A page with its tables made anew.
 
     Raises:
-        ConfigError: For a table of an unknown name.
+        ConfigError: For a table of an unknown name, or one whose end is missing.
     """
 
     def table(match: re.Match[str]) -> str:
         name = match[1]
         if name not in TABLES:
             raise ConfigError(f"no table is called {name!r}, expected one of {', '.join(TABLES)}")
+        if "<!-- table: " in match[0][1:]:
+            raise ConfigError(f"table {name!r}: there is no '<!-- end -->' below it")
         return f"<!-- table: {name} -->\n{TABLES[name]()}\n<!-- end -->"
 
     return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
@@ -75,59 +77,64 @@ def _group(group: str, more: Sequence[tuple[str, Callable[[Runs], str]]] = ()) -
     heads = ["", "set", "parameters", "validation after each epoch", "test top-1 %", *(head for head, _ in more)]
     cells = []
     for name, runs in rows.items():
-        run, first = runs[0]
-        curve = " ".join(f"{100 * v:.1f}" for v in first["val/acc"])
-        own = [f"`{name}`", run.own, f"{first['parameters']:,}", curve, percent(runs)]
+        curves = zip(*(row["val/acc"] for _, row in runs), strict=False)
+        curve = " ".join(f"{100 * sum(values) / len(values):.1f}" for values in curves)
+        own = [f"`{name}`", runs[0][0].own, f"{runs[0][1]['parameters']:,}", curve, percent(runs)]
         cells.append([*own, *(cell(runs) for _, cell in more)])
-    text = markdown(heads, cells) if cells else "No run of this group has ended so far."
+    return _or_nothing(markdown(heads, cells), cells, missing)
+
+
+def _or_nothing(text: str, cells: Sequence[object], missing: Sequence[str]) -> str:
+    text = text if cells else "No run of this group has ended so far."
     return text + (f"\n\nNot trained so far: {', '.join(missing)}." if missing else "")
 
 
+def _at(row: Row, size: int) -> dict[str, float]:
+    """Top-1 at a square size by rule."""
+    return {r["rule"]: r["top1"] for r in row.get("sizes", []) if (r["rows"], r["cols"]) == (size, size)}
+
+
 def kept(runs: Runs, size: int = 48) -> str:
-    """Accuracy at another size as a part of that at the trained one, in percent, under the rule that keeps most."""
-    parts, rules = [], []
-    for _, row in runs:
-        at = [r for r in row.get("sizes", []) if (r["rows"], r["cols"]) == (size, size)]
-        if not at:
-            return ""
-        best = max(at, key=lambda r: r["top1"])
-        parts.append(100 * best["top1"] / row["test/acc"])
-        rules.append(best["rule"])
-    rule = f", {rules[0]}" if rules[0] != "none" else ""
-    return f"{sum(parts) / len(parts):.0f}{rule}"
+    """Accuracy at another size as a part of that at the trained one, in percent: under the rule that keeps most."""
+    found = [(_at(row, size), row["test/acc"]) for _, row in runs]
+    rules = [rule for rule in found[0][0] if all(rule in at for at, _ in found)]
+    if not rules:
+        return ""
+    parts = {rule: 100 * sum(at[rule] / whole for at, whole in found) / len(found) for rule in rules}
+    best = max(parts, key=lambda rule: parts[rule])
+    return f"{parts[best]:.0f}" + ("" if best == "none" else f", {best}")
 
 
 def sizes() -> str:
-    """Accuracy at sizes that were never trained on, by row, seed and rule."""
+    """Accuracy at square sizes that were never trained on, by row and rule, means over seeds."""
     rows, _ = by_row("positions")
-    found = [(name, run, row) for name, runs in rows.items() for run, row in runs if len(row.get("sizes", [])) > 4]
-    sides = sorted({r["rows"] for *_, row in found for r in row["sizes"]})
+    sides = sorted({r["rows"] for runs in rows.values() for _, row in runs for r in row.get("sizes", [])})
     cells = []
-    for name, run, row in found:
-        rules = dict.fromkeys(r["rule"] for r in row["sizes"] if r["rule"] != "trained size")
-        for rule in rules:
-            at = {r["rows"]: r["top1"] for r in row["sizes"] if r["rule"] in (rule, "trained size")}
-            cells.append([f"`{name}`", str(run.seed), rule, *(f"{100 * at[s]:.1f}" if s in at else "" for s in sides)])
-    if not cells:
-        return "No run has been tested at other sizes so far."
-    return markdown(["", "seed", "rule", *(f"{side} px" for side in sides)], cells)
+    for name, runs in rows.items():
+        found = [{side: _at(row, side) for side in sides} for _, row in runs]
+        if any(sum(bool(at) for at in by_side.values()) < 4 for by_side in found):
+            continue  # tested at one other size alone
+        for rule in dict.fromkeys(rule for at in found[0].values() for rule in at if rule != "trained size"):
+            own = [[by_side[side].get(rule, by_side[side].get("trained size")) for by_side in found] for side in sides]
+            means = ["" if None in values else f"{100 * sum(values) / len(values):.1f}" for values in own]
+            cells.append([f"`{name}`", str(len(runs)), rule, *means])
+    return _or_nothing(markdown(["", "seeds", "rule", *(f"{side} px" for side in sides)], cells), cells, [])
 
 
 def terms() -> str:
     """Terms of txl switched off after training, and left out of training."""
     rows, missing = by_row("terms")
-    whole = rows.get("txl", [])
-    off = {r["off"]: r for _, row in whole for r in row.get("ablation", [])}
+    off: dict[str, list[float]] = {}
+    for _, row in rows.get("txl", []):
+        for line in row.get("ablation", []):
+            off.setdefault(line["off"], []).append(100 * line["top1"])
     cells = []
     for name, runs in rows.items():
-        without = runs[0][1]["settings"].get("model.rel_pos.terms")
         gone = "nothing" if name == "txl" else name.removeprefix("without_")
-        switched = off.get(gone)
-        cells.append([gone, percent(runs), f"{100 * switched['top1']:.1f}" if switched else "", str(without or "")])
-    if not cells:
-        return "No run of this group has ended so far."
-    text = markdown(["without", "trained without: test top-1 %", "switched off after training", "terms"], cells)
-    return text + (f"\n\nNot trained so far: {', '.join(missing)}." if missing else "")
+        switched = f"{sum(off[gone]) / len(off[gone]):.1f}" if gone in off else ""
+        cells.append([gone, percent(runs), switched, "+".join(runs[0][1]["settings"]["model.rel_pos.terms"])])
+    heads = ["without", "trained without: test top-1 %", "switched off after training: test top-1 %", "terms trained"]
+    return _or_nothing(markdown(heads, cells), cells, missing)
 
 
 WORDS = {

@@ -11,9 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from evidence.plan import Planned
-from evidence.rows import Row, complete, find, keep
-from vitrel.training.fileio import ConfigError
+from evidence.plan import Planned, identity
+from evidence.rows import Row, complete, find, keep, same
+from vitrel.training.config import from_dict, parse
+from vitrel.training.fileio import ConfigError, read_yaml
+from vitrel.training.run import StoppedError
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 
@@ -23,7 +25,7 @@ class Trainer:
 
     Args:
         runs: Folder of the run folders; a run that was cut off there goes on from its last epoch.
-        options: Options of ``train.py`` for all of them, such as ``--data.root``.
+        options: Options of ``train.py`` for all of them that leave results as they are, such as ``--data.root``.
         threads: Threads of each process.
     """
 
@@ -31,80 +33,105 @@ class Trainer:
         self.runs, self.options = runs, list(options)
         self.environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "WANDB_MODE": "disabled"}
         self._children: set[subprocess.Popen[bytes]] = set()
-        self._keeping, self._stopped = threading.Lock(), False
+        self._starting, self._stopped = threading.Lock(), False
 
     def train(self, planned: Sequence[Planned], jobs: int) -> list[str]:
-        """Trains and tests those whose line is not complete; returns a line about each that failed."""
+        """Trains and tests those whose line is not complete; returns a line about each that failed.
+
+        Raises:
+            ConfigError: For options that would change results.
+            StoppedError: After Ctrl-C or SIGTERM; each run has then saved its last epoch.
+        """
         missing = [run for run in planned if not complete(find(run), run)]
+        for run in missing:
+            self._check_options(run)
+        pool = ThreadPoolExecutor(jobs)
         try:
-            with ThreadPoolExecutor(jobs) as pool:
-                try:
-                    return [problem for problem in pool.map(self._one, missing) if problem]
-                except BaseException:
-                    self._stopped = True
-                    for child in self._children:
-                        child.terminate()  # saves, and goes on another time
-                    raise
+            return [problem for problem in pool.map(self._one, missing) if problem]
         except KeyboardInterrupt:
-            raise ConfigError("stopped; the same command goes on from the last epoch of each run") from None
+            with self._starting:
+                self._stopped = True
+                for child in self._children:
+                    child.terminate()
+            raise StoppedError("stopped: the same command goes on from the last epoch of each run", 130) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _check_options(self, run: Planned) -> None:
+        own = ("--name", "--seed", "--runs", "--ckpt_path")
+        if any(option.split("=")[0] in own for option in self.options) or not same(
+            identity(parse([*run.options, *self.options])), run.settings
+        ):
+            raise ConfigError(
+                f"{' '.join(self.options)}: would change {run.name}, expected options such as --data.root,"
+                " --data.num_workers and --trainer.accelerator; settings of a run belong into configs/experiments"
+            )
 
     def _one(self, run: Planned) -> str | None:
-        folder = self._folder(run)
-        if folder is None or not (folder / "results.json").is_file():
-            resume = ["--ckpt_path", "last"] if self._saved(run) else []
-            named = ["--runs", str(self.runs), "--name", run.name, "--seed", str(run.seed), "--logger.mode", "off"]
-            status = self._call(run, ["train.py", *run.options, *named, *self.options, *resume])
-            folder = self._folder(run)
-            if status or folder is None:
-                return f"{run.name}: train.py ended with {status}, see {self._log(run)}"
-        studies = [*(["--sizes", *run.sizes] if run.sizes else []), *(["--ablate"] if run.ablate else [])]
-        if studies and (status := self._call(run, ["evaluate.py", str(folder), *studies])):
-            return f"{run.name}: evaluate.py ended with {status}, see {self._log(run)}"
-        with self._keeping:
-            keep(run, figures(folder))
-        print(f"{run.name}: {figures(folder)['test/acc']:.4f}", flush=True)
+        try:
+            if not any((part / "results.json").is_file() for part in self._parts(run)):
+                named = ["--runs", str(self.runs), "--name", run.name, "--seed", str(run.seed), "--logger.mode", "off"]
+                saved = [file for part in self._parts(run) for file in part.glob("checkpoints/last.ckpt")]
+                resume = [word for file in saved[-1:] for word in ("--ckpt_path", str(file))]
+                if status := self._call(run, ["train.py", *run.options, *named, *self.options, *resume]):
+                    return f"{run.name}: train.py ended with {status}, see {self._log(run)}"
+            parts = self._parts(run)
+            sizes = [f"{rows}x{cols}" for rows, cols in run.sizes]
+            studies = [*(["--sizes", *sizes] if sizes else []), *(["--ablate"] if run.ablate else [])]
+            if studies and (status := self._call(run, ["evaluate.py", str(parts[-1]), *studies])):
+                return f"{run.name}: evaluate.py ended with {status}, see {self._log(run)}"
+            row = figures(parts)
+            keep(run, row)
+        except (OSError, ValueError, KeyError, IndexError) as e:
+            return f"{run.name}: {e!r}, see {self._log(run)}"
+        print(f"{run.name}: {row['test/acc']:.4f}", flush=True)
         return None
 
-    def _folder(self, run: Planned) -> Path | None:
-        """The newest run folder."""
-        there = [p for p in (self.runs / run.name).glob("version_*") if p.name[8:].isdigit()]
-        return max(there, key=lambda p: int(p.name[8:]), default=None)
-
-    def _saved(self, run: Planned) -> bool:
-        return any((self.runs / run.name).glob("version_*/checkpoints/last.ckpt"))
+    def _parts(self, run: Planned) -> list[Path]:
+        """The run folders of a run with its settings, the newest last: one that was resumed has several."""
+        folders = [p for p in (self.runs / run.name).glob("version_*") if p.name[8:].isdigit()]
+        return [
+            folder
+            for folder in sorted(folders, key=lambda p: int(p.name[8:]))
+            if (folder / "config.yaml").is_file()
+            and same(identity(from_dict(read_yaml(folder / "config.yaml"))), run.settings)
+        ]
 
     def _log(self, run: Planned) -> Path:
         return self.runs / f"{run.name}.log"
 
     def _call(self, run: Planned, command: Sequence[str]) -> int:
-        if self._stopped:
-            return 1
         self.runs.mkdir(parents=True, exist_ok=True)
         with self._log(run).open("ab") as log:
-            child = subprocess.Popen(
-                [sys.executable, str(SCRIPTS / command[0]), *command[1:]],
-                stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self.environment,
-            )  # fmt: skip
-            self._children.add(child)
-            try:
-                return child.wait()
-            finally:
+            with self._starting:
+                if self._stopped:
+                    return 130
+                child = subprocess.Popen(
+                    [sys.executable, str(SCRIPTS / command[0]), *command[1:]],
+                    stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self.environment,
+                )  # fmt: skip
+                self._children.add(child)
+            status = child.wait()
+            with self._starting:
                 self._children.discard(child)
+            return status
 
 
-def figures(folder: Path) -> Row:
-    """What a run folder says of its run, as plain data."""
-    row: dict[str, Any] = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+def figures(parts: Sequence[Path]) -> Row:
+    """What the folders of a run say of it, as plain data."""
+    row: dict[str, Any] = json.loads((parts[-1] / "results.json").read_text(encoding="utf-8"))
     for key in ("folder", "resumed_from", "checkpoint", "name", "seed", "skipped_files", "skipped_steps"):
         row.pop(key, None)
     epochs: dict[int, float] = {}
-    for part in sorted(folder.parent.glob("version_*"), key=lambda p: int(p.name[8:])):  # a resumed run has several
+    for part in parts:
         if (part / "metrics.csv").is_file():
             epochs |= {line["epoch"]: line["val/acc"] for line in _csv(part / "metrics.csv") if "val/acc" in line}
     row["val/acc"] = [round(epochs[epoch], 4) for epoch in sorted(epochs)]
+    if len(parts) > 1:
+        row.pop("seconds", None)  # of the last part alone
     for name in ("sizes", "ablation"):
-        if (folder / "evaluation" / f"{name}.csv").is_file():
-            row[name] = _csv(folder / "evaluation" / f"{name}.csv")
+        if (parts[-1] / "evaluation" / f"{name}.csv").is_file():
+            row[name] = _csv(parts[-1] / "evaluation" / f"{name}.csv")
     return row
 
 

@@ -128,11 +128,10 @@ def _differing_schemes(arch: str, then: Any, now: Any) -> str:
     """In which fields two schemes differ, with their values; nothing where they compute the same."""
     if then is None and now is None:
         return ""
-    free = ("resize", "init", "init_std")  # change neither the parameters nor what they mean
     default = "bias" if arch.startswith("vitrel_") else "none"  # of the models that have relative positions
-    specs = [vitrel.RelPos.of(default if spec is None else spec).as_dict() for spec in (then, now)]
-    differing = [k for k in specs[0] if k not in free and specs[0][k] != specs[1][k]]
-    return ", ".join(f"{k} {specs[0][k]} (settings: {specs[1][k]})" for k in differing)
+    old, new = (vitrel.RelPos.of(default if spec is None else spec) for spec in (then, now))
+    values = old.as_dict(), new.as_dict()
+    return ", ".join(f"{k} {values[0][k]} (settings: {values[1][k]})" for k in old.differing(new))
 
 
 def _meaning(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytorch_lightning as pl
 
-from vitrel.relpos import TERMS
 from vitrel.training.fileio import ConfigError, one_line
 from vitrel.training.model import check_model
 from vitrel.training.settings import TrainConfig
+from vitrel.training.task import position_by_term
 
 
 def check(config: TrainConfig) -> None:
@@ -55,7 +55,11 @@ def check(config: TrainConfig) -> None:
             f"trainer.strategy: {config.trainer['strategy']} starts processes without what the run has opened; take"
             " ddp or ddp_fork"
         )
-    check_model(config.model)
+    terms = position_by_term(check_model(config.model))
+    for term in config.optim.position_lr_scale if isinstance(config.optim.position_lr_scale, dict) else ():
+        if term not in terms:
+            known = f"it has {', '.join(terms)}" if terms else "it has no position parameters"
+            raise ConfigError(f"optim.position_lr_scale: the model has no {term} to learn; {known}")
     _check_trainer(config.trainer)
 
 
@@ -142,10 +146,9 @@ def _ranges(config: TrainConfig) -> Iterator[tuple[str, bool, str, object]]:
     betas = len(optim.betas) == 2 and all(0 <= b < 1 for b in optim.betas)
     yield "optim.betas", betas, "two numbers from 0 to below 1", optim.betas
     scale = optim.position_lr_scale
-    factors = scale if isinstance(scale, dict) else {"bias": scale}
-    known = ("prefix", *TERMS)
-    good = all(term in known and 0 <= factor < math.inf for term, factor in factors.items())
-    yield "optim.position_lr_scale", good, f"0 or more, or a mapping of {', '.join(known)} to such numbers", scale
+    factors = scale.values() if isinstance(scale, dict) else [scale]
+    good = all(0 <= factor < math.inf for factor in factors)
+    yield "optim.position_lr_scale", good, "0 or more, or such a number for each named term", scale
     yield "optim.warmup", 0 <= optim.warmup < 1, "a part of all steps from 0 to below 1", optim.warmup
     yield "optim.min_lr", 0 <= optim.min_lr <= 1, part, optim.min_lr
     yield "optim.label_smoothing", 0 <= optim.label_smoothing < 1, "a number from 0 to below 1", optim.label_smoothing

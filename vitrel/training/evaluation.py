@@ -38,7 +38,7 @@ def examine(
         ablate: Switch off each position term.
         sizes: Input sizes in pixels, ``"48"`` or ``"48x32"`` (rows x columns).
         per_class: Top-1 of each class.
-        out: Folder for tables and figures; ``evaluation/`` of the run folder, or here, by default.
+        out: Folder for tables and figures; ``evaluation/`` of the run folder by default, and with ``config`` here.
         **overrides: Data settings to change, for example ``root``.
 
     Returns:
@@ -64,7 +64,8 @@ def examine(
         tables["sizes"] = study.sizes(sides)
     if per_class:
         tables["per_class"] = study.per_class()
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent.parent if Path(path).is_file() else Path()
+    run = Path(path) if Path(path).is_dir() else Path(path).parent.parent
+    folder = run if config is None else Path()  # a saved model's folder holds what it was exported with
     for name, rows in tables.items():
         print(f"\n{name.replace('_', ' ')}\n{as_text(rows)}")
         for file in _write(rows, name, out or folder / "evaluation"):

@@ -110,14 +110,20 @@ def _load(folder: Path) -> nn.Module:
         raise ConfigError(f"{folder}: the model cannot be read: {one_line(str(e) or repr(e))}") from None
 
 
-def _recipe(config: TrainConfig) -> str:
-    """The settings of a training in a line."""
+def _factors(scale: float | dict[str, float]) -> str:
+    if not isinstance(scale, dict):
+        return f"{scale:g}"
+    return " and ".join(f"{factor:g} ({term})" for term, factor in scale.items())
+
+
+def _recipe(config: TrainConfig, positions: bool) -> str:
+    """The settings of a training in a line; with ``positions`` that of position parameters too."""
     optim, data = config.optim, config.data
     parts = {
         f"AdamW, peak learning rate {optim.lr:g}": True,
         f"{data.batch_size} images per step and device": True,
         f"weight decay {optim.weight_decay:g}": True,
-        f"position parameters at {optim.position_lr_scale} times the learning rate": True,
+        f"position parameters at {_factors(optim.position_lr_scale)} times the learning rate": positions,
         f"warm-up over {100 * optim.warmup:g} % of the steps, cosine": True,
         f"label smoothing {optim.label_smoothing:g}": optim.label_smoothing,
         f"EMA {optim.ema_decay}": optim.ema_decay is not None,
@@ -152,7 +158,8 @@ def _card(
         "Image size": f"{rows} x {columns}",
         "Classes": config["num_classes"],
         "Trained on": f"{results['data']}, {results['epochs']} epochs",
-        "Recipe": recipe and _recipe(recipe),
+        "Recipe": recipe and _recipe(recipe, bool(vitrel.position_parameters(model))),
+        "Started from": recipe and recipe.model.checkpoint,
         accuracy: f"{results['test/acc']:.4f} top-1, {results['test/acc5']:.4f} top-5",
         "Versions": ", ".join(f"{name} {version}" for name, version in results.get("versions", {}).items()),
         "ONNX": f"`{ONNX_FILE}`: `images` (batch, 3, {rows}, {columns}) to `logits`" if onnx else None,

@@ -73,8 +73,8 @@ def timm_model(net: nn.Module) -> nn.Module:
     return net.model if isinstance(net, vitrel.StripReader) else net
 
 
-def check_model(config: ModelConfig) -> None:
-    """Builds the model without memory for its weights, so that a mistake shows before any work.
+def check_model(config: ModelConfig) -> nn.Module:
+    """Builds the model without memory for its weights (on ``meta``), so that a mistake shows before any work.
 
     Raises:
         ConfigError: As :func:`build_model`.
@@ -86,6 +86,7 @@ def check_model(config: ModelConfig) -> None:
         model = build_model(ModelConfig(**{**vars(config), "pretrained": False, "checkpoint": None}), num_classes=2)
     if config.checkpoint:
         check_function(config.checkpoint, model)
+    return model
 
 
 def save_model_folder(

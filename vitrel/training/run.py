@@ -76,21 +76,10 @@ def run(config: TrainConfig) -> dict[str, Any]:
         trainer.loggers = build_loggers(config, resume.wandb_id if resume else None)
     report.announce(config, trainer, net, inputs, resume)
 
-    start = time.monotonic()
     try:
         with _ending(trainer, resume):
-            trainer.fit(task, datamodule=data, ckpt_path=resume.path if resume else None)
-        seconds = time.monotonic() - start
-        best, folder = _best_checkpoint(trainer), run_folder(trainer)
-        progress = {"epochs": trainer.current_epoch, "steps": trainer.global_step}
-        if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
-            trainer.loggers = []  # forked processes have taken the loggers with them; the test would start others
-            if best:  # and the test loads it in them
-                task.load_state_dict(read_checkpoint(Path(best))["state_dict"])
-                last = read_resume(Path(best).with_name("last.ckpt"))
-                progress, task.skipped_steps = {"epochs": last.epochs, "steps": last.steps}, last.skipped_steps
-        metrics = trainer.test(task, datamodule=data, ckpt_path=best, verbose=False)[0]
-        results = report.results(config, trainer, task, metrics, seconds, best)
+            metrics, progress, best, folder = _fit_and_test(trainer, task, data, resume)
+        results = report.results(config, trainer, task, metrics, progress.pop("seconds"), best)
         results |= {
             **progress,
             "resumed_from": str(resume.path) if resume else None,
@@ -113,8 +102,30 @@ def run(config: TrainConfig) -> dict[str, Any]:
     return results
 
 
+def _fit_and_test(
+    trainer: pl.Trainer, task: ClassificationTask, data: PictureDataModule, resume: Resume | None
+) -> tuple[dict[str, float], dict[str, Any], str | None, Path | None]:
+    """Test metrics of the best checkpoint; epochs, steps, seconds of the training; that checkpoint; the run folder."""
+    start = time.monotonic()
+    trainer.fit(task, datamodule=data, ckpt_path=resume.path if resume else None)
+    progress = {"seconds": time.monotonic() - start, "epochs": trainer.current_epoch, "steps": trainer.global_step}
+    best, folder = _best_checkpoint(trainer), run_folder(trainer)
+    if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+        trainer.loggers = []  # forked processes have taken the loggers with them; the test would start others
+        if best:  # and the test loads it in them
+            task.load_state_dict(read_checkpoint(Path(best))["state_dict"])
+            last = read_resume(Path(best).with_name("last.ckpt"))
+            progress |= {"epochs": last.epochs, "steps": last.steps}
+            task.skipped_steps = last.skipped_steps
+    metrics = trainer.test(task, datamodule=data, ckpt_path=best, verbose=False)[0]
+    return dict(metrics), progress, best, folder
+
+
 def _ending(trainer: pl.Trainer, resume: Resume | None) -> AbstractContextManager[None]:
-    """Processes started by Lightning or by another launcher do not wait for each other for ever after SIGTERM."""
+    """Processes do not wait for each other for ever after SIGTERM.
+
+    Those of a strategy that forks are left out: their parent waits for them, and they end with it.
+    """
     if trainer.world_size == 1 or isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         return nullcontext()
     return gone_after(STOPPED_AFTER, lambda: "" if trainer.global_rank else f"stopped: {_saved(trainer, resume)}")

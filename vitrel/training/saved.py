@@ -9,10 +9,13 @@ from typing import Any
 
 import pytorch_lightning as pl
 import timm
+import timm.data
 from safetensors import SafetensorError
 from torch import nn
 
+import vitrel
 from vitrel.training import report
+from vitrel.training.checkpoint import stored_config
 from vitrel.training.config import from_dict
 from vitrel.training.data import PictureDataModule, check_classes
 from vitrel.training.fileio import ConfigError, read_yaml
@@ -46,7 +49,7 @@ def open_run(path: str | Path, **overrides: Any) -> Opened:
     report.quiet()
     path = Path(path)
     if not path.exists():
-        raise ConfigError(f"{path}: there is no such run folder or checkpoint")
+        raise ConfigError(f"{path}: there is no such run folder or checkpoint; a model's name needs --config")
     folder = path if path.is_dir() else path.parent.parent
     if not (folder / "config.yaml").is_file():
         raise ConfigError(
@@ -83,6 +86,9 @@ def open_model(name: str, config: TrainConfig, **overrides: Any) -> Opened:
     vars(config.data).update(overrides)
     net = load(name)
     source = find_source(config.data)
+    known = timm.data.resolve_model_data_config(net)  # what it was trained with goes before what the data set has
+    config.data.mean, config.data.std = list(known["mean"]), list(known["std"])
+    config.data.crop_pct = known["crop_pct"]
     labels = (getattr(net, "pretrained_cfg", None) or {}).get("label_names")
     outputs = getattr(net, "num_classes", None)
     if outputs != len(source.classes) or (labels and list(labels) != list(source.classes)):
@@ -91,6 +97,10 @@ def open_model(name: str, config: TrainConfig, **overrides: Any) -> Opened:
             f"{name}: the model has {known}, and the data {len(source.classes)} such as"
             f" {', '.join(source.classes[:3])}; give the settings of the data that it was trained on"
         )
+    folder = _model_folder(name)
+    strips = {} if folder is None else (stored_config(str(folder)) or {}).get("strips")
+    if strips:
+        net = vitrel.StripReader(net, strips["strip_rows"], strips["memory_rows"])
     return _with_data(ClassificationTask(config.as_dict(), len(source.classes), net), config, source)
 
 
@@ -112,24 +122,26 @@ def load(source: str) -> nn.Module:
     Raises:
         ConfigError: If there is none, or its files are damaged.
     """
-    name = source
-    for folder in (Path(source) / "model", Path(source)):
-        if (folder / "config.json").is_file():
-            name = f"local-dir:{folder}"
-            break
-    else:
-        if Path(source).exists():
-            raise ConfigError(
-                f"{source}: expected a run folder with model/ in it or a saved model folder; found no config.json"
-            )
-        if not timm.is_model(source.split(".")[0]):
-            raise ConfigError(f"{source}: no such folder, and no model of that name (see timm.list_models('vitrel*'))")
+    folder = _model_folder(source)
+    if folder is None and Path(source).exists():
+        raise ConfigError(
+            f"{source}: expected a run folder with model/ in it or a saved model folder; found no config.json"
+        )
+    if folder is None and not timm.is_model(source.split(".")[0]):
+        raise ConfigError(f"{source}: no such folder, and no model of that name (see timm.list_models('vitrel*'))")
+    name = source if folder is None else f"local-dir:{folder}"
     try:
         return timm.create_model(name, pretrained=True).eval()
     except (KeyError, TypeError, json.JSONDecodeError) as e:  # not what a saved model has in it
-        raise ConfigError(f"{folder / 'config.json'}: not the configuration of a saved model: {_first(e)}") from None
+        where = source if folder is None else folder / "config.json"
+        raise ConfigError(f"{where}: not the configuration of a saved model: {_first(e)}") from None
     except (OSError, RuntimeError, ValueError, SafetensorError) as e:
         raise ConfigError(f"{source}: {_first(e)}") from None
+
+
+def _model_folder(source: str) -> Path | None:
+    """The model folder that a path means: itself, or ``model/`` of a run folder."""
+    return next((p for p in (Path(source) / "model", Path(source)) if (p / "config.json").is_file()), None)
 
 
 def _first(error: Exception) -> str:

@@ -106,8 +106,8 @@ class OptimConfig:
         lr: Peak learning rate, stated for the global batch (batch_size x devices x accumulated batches).
         weight_decay: Decay of matrices; biases, norms and position parameters are not decayed.
         betas: AdamW's two betas.
-        position_lr_scale: Learning-rate factor of the position parameters (tables, u, v): one number, or one per term
-            ({bias: 10, query: 3}; terms that are not named, and prefix, take 1).
+        position_lr_scale: Learning-rate factor of the position parameters (tables, u, v): one number, or one for each
+            named term of the model, prefix among them ({bias: 10, query: 3}; the others take 1).
         warmup: Part of all steps spent on the linear warm-up.
         min_lr: Learning rate of the last step as a part of lr.
         label_smoothing: Probability spread over all classes.

@@ -32,9 +32,11 @@ def gone_after(seconds: float, last_words: Callable[[], str]) -> Iterator[None]:
     def watch() -> None:
         while numbers := reader.recv(64):
             if signal.SIGTERM in numbers and not left.wait(seconds):
-                if line := last_words():
-                    print(line, file=sys.stderr, flush=True)
-                os._exit(143)
+                try:
+                    if line := last_words():
+                        print(line, file=sys.stderr, flush=True)
+                finally:
+                    os._exit(143)
 
     thread = threading.Thread(target=watch, daemon=True)
     before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)

@@ -239,21 +239,33 @@ def parameter_groups(net: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]
         optim: The optimizer settings.
     """
     named = getattr(net, "no_weight_decay", set)
-    position = {
+    position = position_by_term(net)
+    apart = {id(p) for params in position.values() for p in params}
+    groups = param_groups_weight_decay(net, optim.weight_decay, no_weight_decay_list=set(named()))
+    for group in groups:
+        group["params"] = [p for p in group["params"] if id(p) not in apart]
+        group["name"] = "decay" if group["weight_decay"] else "no_decay"
+    scale = optim.position_lr_scale
+    if not isinstance(scale, dict):
+        everything = [p for params in position.values() for p in params]
+        groups.append({"params": everything, "weight_decay": 0.0, "lr": optim.lr * scale, "name": "position"})
+    else:
+        for term, params in position.items():
+            lr = optim.lr * scale.get(term, 1.0)
+            groups.append({"params": params, "weight_decay": 0.0, "lr": lr, "name": f"position_{term}"})
+    return [group for group in groups if group["params"]]
+
+
+def position_by_term(net: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """Trainable position parameters by the term that they belong to, ``prefix`` among them; each once."""
+    found: dict[int, tuple[str, nn.Parameter]] = {
         id(p): (name.split(".")[0], p)
         for module in net.modules()
         if isinstance(module, PositionTerms)
         for name, p in module.named_parameters()
         if p.requires_grad
     }
-    groups = param_groups_weight_decay(net, optim.weight_decay, no_weight_decay_list=set(named()))
-    for group in groups:
-        group["params"] = [p for p in group["params"] if id(p) not in position]
-        group["name"] = "decay" if group["weight_decay"] else "no_decay"
-    scale = optim.position_lr_scale
-    for name in dict.fromkeys(term for term, _ in position.values()) if isinstance(scale, dict) else [""]:
-        params = [p for term, p in position.values() if name in ("", term)]
-        lr = optim.lr * (scale.get(name, 1.0) if isinstance(scale, dict) else scale)
-        group_name = f"position_{name}" if name else "position"
-        groups.append({"params": params, "weight_decay": 0.0, "lr": lr, "name": group_name})
-    return [group for group in groups if group["params"]]
+    grouped: dict[str, list[nn.Parameter]] = {}
+    for term, p in found.values():
+        grouped.setdefault(term, []).append(p)
+    return grouped
