@@ -64,7 +64,8 @@ def plan(asked: Sequence[str] = ()) -> list[Planned]:
         ConfigError: For a mistake in a file, or a name that fits nothing.
     """
     files = sorted((CONFIGS / "experiments").glob("*.yaml"))
-    every = [run for file in files for run in _group(file)]
+    groups = {name.split(".")[0] for name in asked} or {file.stem for file in files}
+    every = [run for file in files if file.stem in groups for run in _group(file)]
     for name in asked:
         if not any(_within(run, name) for run in every):
             known = ", ".join(file.stem for file in files)
