@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import preloaded
@@ -202,20 +200,17 @@ def test_a_table_says_what_it_holds(place):
     assert made.endswith("Not trained so far: none (seed 0).")
 
 
-def test_the_command_line_lists_and_refuses():
+def test_the_command_line_lists_and_refuses(tmp_path):
     def script(*words):
-        return subprocess.run(
-            [sys.executable, str(REPOSITORY / "scripts" / "experiments.py"), *words],
-            capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        return preloaded.run([str(REPOSITORY / "scripts" / "experiments.py"), *words], tmp_path, dict(os.environ))
 
-    listed = script("--list")
-    assert listed.returncode == 0, listed.stderr
-    assert [line.split()[0] for line in listed.stdout.splitlines()] == [run.name for run in plans.plan()]
-    refused = script("--run", "nothing")
-    assert refused.returncode == 2
-    assert refused.stderr.startswith("error: there is no experiment 'nothing'; the groups are ")
-    assert refused.stderr.count("\n") == 1
+    status, said = script("--list")
+    assert status == 0, said
+    assert [line.split()[0] for line in said.splitlines()] == [run.name for run in plans.plan()]
+    status, said = script("--run", "nothing")
+    assert status == 2
+    assert said.startswith("error: there is no experiment 'nothing'; the groups are ")
+    assert said.count("\n") == 1
 
 
 def test_a_line_is_plain_data(place):

@@ -10,11 +10,15 @@ import numpy as np
 import preloaded
 import pytest
 from PIL import Image
+from timm.models import get_pretrained_cfg
+
+import vitrel  # noqa: F401 (registers the names)
 
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8").replace("\\\n", "")  # continued lines in one
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.S)
 COMMANDS = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines() if line.strip()]
+CIFAR100 = get_pretrained_cfg("vitrel_micro_patch4_32.cifar100").label_names
 SHORT = [
     "--trainer.max_epochs",
     "1",
@@ -35,8 +39,8 @@ def workplace(tmp_path_factory):
         (place / name).symlink_to(REPOSITORY / name)
     generator = np.random.default_rng(0)
     for split in ("train", "test"):
-        for label in range(100):  # as many classes as CIFAR-100 has
-            folder = place / "DIR" / split / f"class{label:02d}"
+        for label in CIFAR100:
+            folder = place / "DIR" / split / label
             folder.mkdir(parents=True)
             for i in range(3):
                 Image.fromarray(generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(folder / f"{i}.png")

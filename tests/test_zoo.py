@@ -1,12 +1,19 @@
 import json
+import socket
+from pathlib import Path
 
 import pytest
 import timm
 import torch
+from safetensors.torch import load_file
 from timm.models.vision_transformer import ResPostBlock
 
 import vitrel
-from vitrel.zoo import default_cfgs
+from vitrel.training.config import parse
+from vitrel.training.saved import open_model
+from vitrel.zoo import WEIGHTS, default_cfgs
+
+SHIPPED = sorted(folder.name for folder in WEIGHTS.iterdir())
 
 VARIANTS = {  # width, depth, heads, grid, parameters with the default scheme
     "vitrel_micro_patch4_32": (128, 6, 4, (8, 8), 0.8e6),
@@ -40,9 +47,45 @@ def test_a_user_may_set_what_timm_lets_him_set(name):
     assert [f.shape[1] for f in features(torch.randn(1, 3, size, 64))] == features.feature_info.channels()
 
 
-def test_no_weights_are_promised():
+def test_no_weights_are_promised_but_those_of_the_package():
     with pytest.raises(RuntimeError, match="No pretrained weights exist"):
-        timm.create_model("vitrel_micro_patch4_32", pretrained=True)
+        timm.create_model("vitrel_tiny_patch4_32", pretrained=True)
+    assert SHIPPED == ["vitrel_micro_patch4_32.cifar100"]
+    assert set(timm.list_models("vitrel*", pretrained=True)) == {"vitrel_micro_patch4_32", *SHIPPED}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_weights_of_the_package_load_without_network(name, monkeypatch):
+    def refused(*args, **kwargs):
+        raise AssertionError("a connection was asked for")
+
+    monkeypatch.setattr(socket.socket, "connect", refused)
+    stored = load_file(WEIGHTS / name / "model.safetensors")
+    for asked in (name, name.split(".")[0]):  # the variant's own weights, timm's way
+        model = timm.create_model(asked, pretrained=True)
+        assert all(torch.equal(value, stored[key]) for key, value in model.state_dict().items())
+        assert len(model.pretrained_cfg["label_names"]) == model.num_classes
+    assert (WEIGHTS / name / "model.safetensors").stat().st_size < 5e6
+    size = model.patch_embed.img_size[0]
+    other = timm.create_model(name, pretrained=True, num_classes=7, img_size=(size, 2 * size)).eval()
+    with pytest.warns(UserWarning, match="reads relative positions beyond the trained ones"):
+        assert other(torch.randn(1, 3, size, 2 * size)).shape == (1, 7)
+    with pytest.raises(ValueError, match=rf"the weights {name} are of another scheme \(.*\); leave it out"):
+        timm.create_model(name, pretrained=True, rel_pos="irpe_k")
+    plain = timm.create_model(name.split(".")[0], rel_pos="irpe_k")  # without weights any scheme may be had
+    assert plain.blocks[0].attn.rel_pos.terms == ("query",)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHIPPED)
+def test_weights_of_the_package_give_the_accuracy_of_their_card(name, shared):
+    """To the digit, on the whole test split."""
+    config = parse(["--config", str(Path(__file__).parents[1] / "configs" / "cifar100.yaml")])
+    task, data, trainer = open_model(name, config, root=str(shared / "data" / "cifar100"))
+    metrics = trainer.test(task, datamodule=data, verbose=False)[0]
+    card = (WEIGHTS / name / "README.md").read_text(encoding="utf-8")
+    assert f"- **Test accuracy:** {metrics['test/acc']:.4f} top-1, {metrics['test/acc5']:.4f} top-5" in card
+    assert len(data.splits["test"]) == 10_000
 
 
 def test_an_unknown_scheme_is_named():
