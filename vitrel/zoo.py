@@ -41,7 +41,8 @@ def _cfg(size: int, num_classes: int, crop_pct: float) -> dict[str, Any]:
 def _shipped_cfg(name: str) -> dict[str, Any]:
     stored = _SHIPPED[name]
     known = {"num_classes": stored["num_classes"], "label_names": stored["label_names"], **stored["pretrained_cfg"]}
-    return {**known, "file": str(WEIGHTS / name / "model.safetensors")}
+    plain = {key: tuple(value) if isinstance(value, list) else value for key, value in known.items()}
+    return {**plain, "file": str(WEIGHTS / name / "model.safetensors")}
 
 
 default_cfgs = generate_default_cfgs(
