@@ -12,12 +12,34 @@ def test_the_defaults_pass():
 
 
 @pytest.mark.parametrize(
+    "options", [["--optim.position_lr_scale.bias", "30"], ["--optim.position_lr_scale", "{bias: 30}"]]
+)
+def test_factors_by_term_are_taken(options):
+    config = parse([*options, "--model.rel_pos", "bias"])
+    check(config)
+    assert config.optim.position_lr_scale == {"bias": 30.0}
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--data.batch_size", "0"], "data.batch_size: expected an integer of at least 1, got 0"),
         (["--trainer.max_epochs", "-3"], "trainer.max_epochs: expected an integer of at least 1, got -3"),
         (["--trainer.max_epochs", "null"], "trainer.max_epochs: expected an end: max_epochs or max_steps, got None"),
         (["--optim.lr", "-1"], "optim.lr: expected a positive number, got -1.0"),
+        (["--optim.position_lr_scale", "-1"], "optim.position_lr_scale: expected 0 or more, or such a number for each"),
+        (
+            ["--optim.position_lr_scale", "{bias: .inf}"],
+            "optim.position_lr_scale: expected 0 or more, or such a number",
+        ),
+        (
+            ["--optim.position_lr_scale", "{bias: 30}", "--model.rel_pos", "txl"],
+            "optim.position_lr_scale: the model has no bias to learn; it has u, v, query",
+        ),
+        (
+            ["--optim.position_lr_scale", "{bias: 30}", "--model.rel_pos", "none"],
+            "optim.position_lr_scale: the model has no bias to learn; it has no position parameters",
+        ),
         (["--optim.warmup", "1"], "optim.warmup: expected a part of all steps from 0 to below 1, got 1.0"),
         (["--optim.ema_decay", "1"], "optim.ema_decay: expected a decay between 0 and 1, got 1.0"),
         (["--data.val_size", "1.5"], "data.val_size: expected a part below 1 or a count of images, got 1.5"),

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from vitrel.position import PositionTerms
-from vitrel.relpos import DISTANCES, PRESETS, TERMS, RelPos
+from vitrel.relpos import DISTANCES, PRESETS, RelPos
 from vitrel.resize import RESIZE
+from vitrel.terms import TERMS
 from vitrel.training.config import parse
 
 PAGE = (Path(__file__).parents[1] / "docs" / "presets.md").read_text(encoding="utf-8")

@@ -9,6 +9,8 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import ResPostBlock
 
 import vitrel
+from vitrel import zoo
+from vitrel.relpos import RelPos
 from vitrel.training.config import parse
 from vitrel.training.saved import open_model
 from vitrel.zoo import WEIGHTS, default_cfgs
@@ -74,6 +76,17 @@ def test_weights_of_the_package_load_without_network(name, monkeypatch):
         timm.create_model(name, pretrained=True, rel_pos="irpe_k")
     plain = timm.create_model(name.split(".")[0], rel_pos="irpe_k")  # without weights any scheme may be had
     assert plain.blocks[0].attn.rel_pos.terms == ("query",)
+
+
+def test_the_stored_body_goes_before_the_variants_own_and_is_saved_again(monkeypatch):
+    stored = {"patch_size": 2, "depth": 1, "pos_embed": "learn", "rel_pos": RelPos.preset("txl").as_dict()}
+    monkeypatch.setitem(zoo._SHIPPED, "vitrel_micro_patch4_32.cifar100", {"model_args": stored})
+    model = zoo.vitrel_micro_patch4_32(pretrained_cfg="cifar100", img_size=16)
+    assert (model.patch_embed.patch_size, len(model.blocks), model.patch_embed.grid_size) == ((2, 2), 1, (8, 8))
+    assert model.pos_embed is not None
+    assert model._model_args == stored
+    asked = zoo.vitrel_micro_patch4_32(pretrained_cfg="cifar100", img_size=16, depth=2, rel_pos="bias")
+    assert (len(asked.blocks), asked.blocks[0].attn.rel_pos.terms) == (2, ("bias",))
 
 
 @pytest.mark.slow

@@ -28,9 +28,9 @@ from vitrel.profiles import (
     table_queries,
     table_values,
 )
-from vitrel.relpos import CONTENT, TERMS
 from vitrel.rotary import rotate
 from vitrel.tables import lookup
+from vitrel.terms import CONTENT, TERMS
 
 
 def reference_terms(q: Tensor, k: Tensor, position: Position, q_grid: Where, k_grid: Where) -> dict[str, Tensor]:

@@ -14,8 +14,9 @@ from vitrel.attend import dense, reference
 from vitrel.blocked import block_numbers, blocked
 from vitrel.folded import folded
 from vitrel.grid import Grid
-from vitrel.relpos import TERMS, RelPos
+from vitrel.relpos import RelPos
 from vitrel.tables import Axes
+from vitrel.terms import TERMS
 from vitrel.written import written
 
 BACKENDS: dict[str, Callable[..., Tensor]] = {

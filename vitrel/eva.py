@@ -16,7 +16,7 @@ from vitrel.backends import Case
 from vitrel.grid import Where
 from vitrel.masks import masked_softmax
 from vitrel.position import Position
-from vitrel.relpos import TERMS
+from vitrel.terms import TERMS
 
 
 class RelativeAttentionRope(RelativeAttention2d, AttentionRope):  # type: ignore[misc]  # timm: a Final in each

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from vitrel.attention import RelativeAttention2d
 from vitrel.position import Position
 from vitrel.probe import Probe, Seen, in_parts, probes, scattered
-from vitrel.relpos import TERMS
 from vitrel.tables import lookup
+from vitrel.terms import TERMS
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vitrel.maps import table_map
 from vitrel.probe import PARTS, Probe, Seen, in_parts, lattice, probes, split
-from vitrel.relpos import TERMS
+from vitrel.terms import TERMS
 
 Row = dict[str, str | int | float]
 

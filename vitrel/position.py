@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from vitrel.initial import LOCAL
-from vitrel.relpos import TERMS, RelPos, Term
+from vitrel.relpos import RelPos
 from vitrel.rotary import AxialFrequencies, MixedFrequencies
 from vitrel.tables import Axes, LearnedTable, MlpTable, SinusoidTable, Tables
+from vitrel.terms import TERMS, Term
 
 T = TypeVar("T")
 

@@ -16,15 +16,13 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
-from timm.layers import PatchEmbed
-from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from vitrel.attention import Memory, RelativeAttention2d
-from vitrel.family import RelativeModel
 from vitrel.grid import Grid
-from vitrel.stripstate import POOLS, StripState
+from vitrel.stripmodel import check_model, pooling
+from vitrel.stripstate import StripState
 
 PREFIXES = ("renew", "carry")
 
@@ -66,13 +64,15 @@ class StripReader(nn.Module):
         detach: bool = True,
     ) -> None:
         super().__init__()
-        _check_model(model)
+        if isinstance(model, StripReader):
+            raise TypeError("model: a StripReader already; give it the model inside, reader.model")
+        check_model(model)
         if prefix not in PREFIXES:
             raise ValueError(f"prefix: expected one of {', '.join(PREFIXES)}, got {prefix!r}")
         self.model = model
         self.strip_rows = _rows("strip_rows", strip_rows, least=1)
         self.memory_rows = None if memory_rows is None else _rows("memory_rows", memory_rows, least=0)
-        self.pool, self.prefix, self.detach = _pool(model, pool), prefix, detach
+        self.pool, self.prefix, self.detach = pooling(model, pool), prefix, detach
         self._state: StripState | None = None
         self._warned = False
         self.training = model.training
@@ -321,51 +321,3 @@ def _any_size(patch_embed: Any) -> Iterator[None]:
         yield
     finally:
         patch_embed.strict_img_size = strict
-
-
-def _pool(model: Any, pool: str | None) -> str:
-    name = model.global_pool if pool is None else pool
-    if name not in POOLS:
-        what = f"pool: {name!r}" if pool is not None else f"pool: the model's own, {name!r},"
-        raise ValueError(f"{what} cannot go on over strips, expected one of {', '.join(POOLS)}")
-    if name == "token" and not model.num_prefix_tokens:
-        raise ValueError("pool: 'token' needs a class token, and the model has none; take avg or last")
-    if name == "avg" and getattr(model, "pool_include_prefix", False):
-        raise ValueError(
-            "pool: the model averages prefix tokens too (pool_include_prefix), which strips have many times"
-        )
-    return str(name)
-
-
-def _check_model(model: Any) -> None:
-    name = type(model).__name__
-    if isinstance(model, StripReader):
-        raise TypeError("model: a StripReader already; give it the model inside, reader.model")
-    if hasattr(model, "_orig_mod"):
-        raise TypeError(
-            "model: compiled by torch.compile; give the model as it was, and compile its blocks or the reader"
-        )
-    if not isinstance(model, VisionTransformer) or isinstance(model, VisionTransformerDistilled):
-        raise TypeError(
-            f"model: cannot read strips with {name}; expected a vitrel model, or a timm VisionTransformer (with one "
-            "classifier) made relative by vitrel.relativize"
-        )
-    if not isinstance(model, RelativeModel):
-        raise TypeError(f"model: {name} has no relative position; make it relative by vitrel.relativize first")
-    if model.pos_embed is not None:
-        raise ValueError(
-            f"model: {name} has an absolute position embedding, which has no entry for a row of a taller image; "
-            "build it with pos_embed='none', or make it relative with keep_absolute=False"
-        )
-    if not isinstance(model.patch_embed, PatchEmbed):
-        kind = type(model.patch_embed).__name__
-        raise TypeError(f"model: its {kind} looks beyond a patch, and would see a seam; expected a PatchEmbed")
-    if len({id(getattr(block, "attn", block)) for block in model.blocks}) < len(model.blocks):
-        raise ValueError("blocks: two of them share an attention, which can hold one memory; give each its own")
-    for n, block in enumerate(model.blocks):
-        attn = getattr(block, "attn", None)
-        if type(attn) is not RelativeAttention2d:
-            kind = type(block).__name__ if attn is None else type(attn).__name__
-            raise ValueError(f"blocks.{n}: {kind} cannot see the rows above a strip, expected a RelativeAttention2d")
-    if not isinstance(model.patch_drop, nn.Identity):
-        raise ValueError("patch_drop: strips need every patch of their grid; build it with patch_drop_rate=0")

@@ -1,6 +1,7 @@
 """The picture ``docs/cifar100_curves.png``: validation accuracy by epoch, a line per row of a group."""
 
 from pathlib import Path
+from statistics import fmean
 
 from matplotlib.figure import Figure
 
@@ -19,7 +20,7 @@ def draw(group: str = "positions") -> list[Path]:
     axes = figure.subplots()
     for name, runs in rows.items():
         curves = [row["val/acc"] for _, row in runs]
-        mean = [100 * sum(values) / len(values) for values in zip(*curves, strict=False)]
+        mean = [100 * fmean(values) for values in zip(*curves, strict=False)]
         dashed = name in ("none", "learned")
         axes.plot(range(1, len(mean) + 1), mean, "--" if dashed else "-", label=name, linewidth=1.5)
     axes.set(xlabel="epoch", ylabel="validation top-1 %")

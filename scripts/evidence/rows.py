@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +62,3 @@ def keep(run: Planned, figures: Row) -> None:
         others = [row for row in read(run.group) if (row["row"], row["seed"]) != (run.row, run.seed)]
         row = {"row": run.row, "seed": run.seed, "settings": run.settings, **figures}
         write_whole(RESULTS / f"{run.group}.jsonl", "".join(json.dumps(r) + "\n" for r in [*others, row]))
-
-
-def mean(rows: Iterable[Row], name: str = "test/acc") -> float:
-    values = [row[name] for row in rows]
-    return sum(values) / len(values)

@@ -4,12 +4,12 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 
 import timm
 
-import vitrel
 from evidence.plan import Planned, plan
-from evidence.rows import RESULTS, Row, find, mean
+from evidence.rows import RESULTS, Row, find
 from vitrel.training.fileio import ConfigError, write_whole
 
 ROOT = RESULTS.parent
@@ -58,18 +58,14 @@ def by_row(group: str) -> tuple[dict[str, Runs], list[str]]:
             missing.append(f"{run.row} (seed {run.seed})")
         else:
             rows.setdefault(run.row, []).append((run, row))
-    return dict(sorted(rows.items(), key=lambda item: -_accuracy(item[1]))), missing
-
-
-def _accuracy(runs: Runs, name: str = "test/acc") -> float:
-    return mean((row for _, row in runs), name)
+    return dict(sorted(rows.items(), key=lambda item: -fmean(row["test/acc"] for _, row in item[1]))), missing
 
 
 def percent(runs: Runs, name: str = "test/acc") -> str:
     """The mean over seeds in percent, with the seeds' own values where there are several."""
     values = [100 * row[name] for _, row in runs]
     own = f" ({', '.join(f'{v:.1f}' for v in values)})" if len(values) > 1 else ""
-    return f"{sum(values) / len(values):.1f}{own}"
+    return f"{fmean(values):.1f}{own}"
 
 
 def _group(group: str, more: Sequence[tuple[str, Callable[[Runs], str]]] = ()) -> str:
@@ -78,7 +74,7 @@ def _group(group: str, more: Sequence[tuple[str, Callable[[Runs], str]]] = ()) -
     cells = []
     for name, runs in rows.items():
         curves = zip(*(row["val/acc"] for _, row in runs), strict=False)
-        curve = " ".join(f"{100 * sum(values) / len(values):.1f}" for values in curves)
+        curve = " ".join(f"{100 * fmean(values):.1f}" for values in curves)
         own = [f"`{name}`", runs[0][0].own, f"{runs[0][1]['parameters']:,}", curve, percent(runs)]
         cells.append([*own, *(cell(runs) for _, cell in more)])
     return _or_nothing(markdown(heads, cells), cells, missing)
@@ -100,7 +96,7 @@ def kept(runs: Runs, size: int = 48) -> str:
     rules = [rule for rule in found[0][0] if all(rule in at for at, _ in found)]
     if not rules:
         return ""
-    parts = {rule: 100 * sum(at[rule] / whole for at, whole in found) / len(found) for rule in rules}
+    parts = {rule: 100 * fmean(at[rule] / whole for at, whole in found) for rule in rules}
     best = max(parts, key=lambda rule: parts[rule])
     return f"{parts[best]:.0f}" + ("" if best == "none" else f", {best}")
 
@@ -116,7 +112,7 @@ def sizes() -> str:
             continue  # tested at one other size alone
         for rule in dict.fromkeys(rule for at in found[0].values() for rule in at if rule != "trained size"):
             own = [[by_side[side].get(rule, by_side[side].get("trained size")) for by_side in found] for side in sides]
-            means = ["" if None in values else f"{100 * sum(values) / len(values):.1f}" for values in own]
+            means = ["" if None in values else f"{100 * fmean(values):.1f}" for values in own]
             cells.append([f"`{name}`", str(len(runs)), rule, *means])
     return _or_nothing(markdown(["", "seeds", "rule", *(f"{side} px" for side in sides)], cells), cells, [])
 
@@ -131,7 +127,7 @@ def terms() -> str:
     cells = []
     for name, runs in rows.items():
         gone = "nothing" if name == "txl" else name.removeprefix("without_")
-        switched = f"{sum(off[gone]) / len(off[gone]):.1f}" if gone in off else ""
+        switched = f"{fmean(off[gone]):.1f}" if gone in off else ""
         cells.append([gone, percent(runs), switched, "+".join(runs[0][1]["settings"]["model.rel_pos.terms"])])
     heads = ["without", "trained without: test top-1 %", "switched off after training: test top-1 %", "terms trained"]
     return _or_nothing(markdown(heads, cells), cells, missing)
@@ -139,6 +135,7 @@ def terms() -> str:
 
 WORDS = {
     "none": "content only",
+    "learned": 'content only, with `pos_embed="learn"`',
     "bias": "separable scalar tables",
     "swin": "joint scalar table",
     "cpb": "joint scalar table by an MLP",
@@ -148,6 +145,7 @@ WORDS = {
     "txl": "Transformer-XL's four terms",
     "sam": "query term, unscaled",
     "shaw": "query and value terms",
+    "shaw+bias": "the same and scalar tables",
     "deberta": "query and key terms",
     "irpe_qkv": "query, key and value terms, joint",
     "txl+value": "Transformer-XL's, and a value term",
@@ -160,11 +158,13 @@ def presets() -> str:
     ratios = {r["name"]: r["ratio"] for r in _costs()}
     cells = []
     for name, words in WORDS.items():
-        model = timm.create_model("vitrel_micro_patch4_32", rel_pos=vitrel.RelPos.preset(name))
+        absolute = {"rel_pos": "none", "pos_embed": "learn"}
+        model = timm.create_model("vitrel_micro_patch4_32", **(absolute if name == "learned" else {"rel_pos": name}))
         count = sum(p.numel() for p in model.parameters())
         runs = rows.get(name.replace("swin", "bias_joint").replace("+", "_"), [])
         reached = [percent(runs), kept(runs)] if runs else ["", ""]
-        cells.append([f"`{name}`", words, f"{count:,}", f"{ratios[name]:.2f}", *reached])
+        shown = "learned absolute" if name == "learned" else f"`{name}`"
+        cells.append([shown, words, f"{count:,}", f"{ratios[name]:.2f}" if name in ratios else "", *reached])
     return markdown(
         ["preset", "terms", "parameters", "training step", "CIFAR-100, 10 epochs", "kept at 48 px, %"], cells
     )
