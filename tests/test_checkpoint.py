@@ -114,7 +114,6 @@ def test_weights_at_another_size_and_another_number_of_classes(tmp_path, size, p
     assert (tuple(known["mean"]), known["crop_pct"]) == (DATA["mean"], 0.8)
 
 
-@pytest.mark.filterwarnings("ignore:a grid of 16x12:UserWarning")  # validation before the first step says so
 def test_a_run_from_an_exported_folder(saved, pictures, tmp_path, capsys):
     """Other classes and another size; the run stands alone afterwards."""
     results = {"test/acc": 0.5, "test/acc5": 1.0, "data": "digits", "epochs": 1}

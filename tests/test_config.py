@@ -80,6 +80,9 @@ def test_on_and_off_are_booleans_where_one_is_expected(word, value, tmp_path):
     assert config.data.download is value
     assert config.trainer["enable_progress_bar"] is value
     assert parse(["--data.download", word]).data.download is value
+    (tmp_path / "c.yaml").write_text(f"model:\n  class_token: {word}\n")
+    assert parse(["--config", str(tmp_path / "c.yaml")]).model.kwargs == {"class_token": value}
+    assert parse(["--model.keep_absolute", word]).model.kwargs == {"keep_absolute": value}
     (tmp_path / "c.yaml").write_text("logger:\n  mode: off\n")
     assert parse(["--config", str(tmp_path / "c.yaml")]).logger.mode == "off"
 
@@ -121,6 +124,8 @@ def test_a_config_that_is_not_there(tmp_path, monkeypatch, name, message):
         (["--zzz", "1"], "unknown setting 'zzz'; --help lists all settings"),
         (["--data.batch_size", "1.5"], "data.batch_size: expected int, got 1.5"),
         (["--data.name", "cifar"], "data.name: expected one of digits, cifar10, cifar100, folder, fake, got cifar"),
+        (["--model.class_token", "ture"], "model.class_token: expected bool, got ture"),
+        (["--model.kwargs.keep_absolute", "1"], "model.keep_absolute: expected bool, got 1"),
         (["--data.scale", "[1, x]"], "data.scale: expected float, got x"),
         (["--trainer.max_epochs", "many"], "trainer.max_epochs: expected int or null, got many"),
         (["--trainer.callbacks", "[]"], "trainer.callbacks is set by the run itself"),

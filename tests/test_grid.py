@@ -60,6 +60,13 @@ def test_deberta_log_distances():
     assert axis.bucket(torch.tensor([0, 3, 4, 5, 7, 8, 16, 31, 99])).tolist() == [0, 3, 4, 5, 5, 6, 7, 7, 8]
 
 
+@pytest.mark.parametrize(("exact", "buckets"), [(4, 16), (8, 32), (12, 16)])
+def test_deberta_log_with_its_own_exact_reaches_its_last_bucket_at_max_distance(exact, buckets):
+    axis = AxisDistance("deberta_log", buckets, exact=exact, buckets=buckets, max_distance=64)
+    found = axis.bucket(torch.tensor([exact, 63, 64, 1000])).tolist()
+    assert found == [exact, buckets - 1, buckets, buckets]
+
+
 def test_piecewise_distances():
     """iRPE's (1.9, 3.8, 15.2): exact at 0 and 1, then round(1.9 + 1.9 ln(x/1.9) / ln 8), at most int(3.8)."""
     axis = AxisDistance("piecewise", 3, exact=1.9, buckets=3.8, max_distance=15.2)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from forms import place
 
-from vitrel import RelativeAttention2d
+from vitrel import RelativeAttention2d, position
 
 SCHEMES = ["bias", "txl", "shaw", "cpb", "rope_mixed", {"preset": "txl", "source": "sinusoid"}, "swin"]
 
@@ -86,6 +86,19 @@ def test_another_type_grid_and_autocast(attn, x):
     assert torch.equal(attn(x), fresh(attn, x))
     attn.set_grid_size((1, 15))
     assert torch.equal(attn(x), fresh(attn, x))
+
+
+@torch.no_grad()
+def test_another_thread_may_forget_what_was_kept_while_it_is_compared(attn, x, monkeypatch):
+    expected = attn(x)
+    same = position._same
+
+    def slow(old, new):
+        attn.position_terms._kept = None  # as a thread with gradients does
+        return same(old, new)
+
+    monkeypatch.setattr(position, "_same", slow)
+    assert torch.equal(attn(x), expected)
 
 
 def test_nothing_is_kept_with_gradients_or_in_training(attn, x):

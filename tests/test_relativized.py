@@ -117,6 +117,7 @@ def test_by_name_and_by_hand_are_the_same():
         ({"base": "vit_tyni"}, ValueError, "base: no timm model is called 'vit_tyni'"),
         ({"base": "vit_tiny_patch16_224.nope"}, ValueError, "base: "),
         ({"base": "convnext_atto"}, TypeError, "cannot serve ConvNeXt"),
+        ({"base": "resnet18", "img_size": 96}, TypeError, "cannot serve ResNet"),
         ({"drop_paht_rate": 0.1}, TypeError, "drop_paht_rate"),
     ],
 )

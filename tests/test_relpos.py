@@ -107,6 +107,8 @@ def test_parameters_and_their_names():
         "bias.table_w": (2, 9),
         "query.table_h": (2, 5, 8),
         "query.table_w": (2, 9, 8),
+        "bias.trained": (2,),
+        "query.trained": (2,),
     }
 
 

@@ -84,7 +84,7 @@ def test_a_mistake_is_one_line_and_status_2(run, name, spoil, message, monkeypat
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--blocks", 1], "--blocks: there is no block 1, expected 0 to 0"),
+        (["--blocks", 1], "--blocks: block 1 has no map; there are 0"),
         (["--pictures", "none.png"], "none.png: No such file"),
         (["--pictures", "{run}/model/config.json"], "{run}/model/config.json: cannot be read as an image"),
     ],

@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from timm.optim import create_optimizer_v2
 
 import vitrel
 from vitrel.attend import reference
@@ -231,9 +232,9 @@ def test_a_table_for_another_grid_is_read_as_it_is():
 def test_training_notes_the_offsets_that_strips_reach():
     net = model(rows=7, rel_pos="bias")
     table = net.blocks[0].attn.position.bias
-    table.trained = (0, 0)
+    table._set_trained((0, 0))
     StripReader(net.train(), 2, 1)(image())
-    assert table.trained == (2, 2)
+    assert table.trained_reach() == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -431,3 +432,15 @@ def test_names_without_decay_are_those_of_the_model_inside():
     names = {name for name, _ in reader.named_parameters()}
     timm_names = {"model.pos_embed", "model.dist_token"}
     assert vitrel.position_parameters(reader) < reader.no_weight_decay() <= names | timm_names
+
+
+def test_a_learning_rate_that_decays_with_depth_is_that_of_the_model_inside():
+    net = model(rel_pos="txl", depth=3)
+    own = create_optimizer_v2(net, "adamw", lr=1.0, layer_decay=0.5)
+    read = create_optimizer_v2(StripReader(net, 2), "adamw", lr=1.0, layer_decay=0.5)
+
+    def scales(optimizer):
+        return {id(p): group["lr_scale"] for group in optimizer.param_groups for p in group["params"]}
+
+    assert scales(read) == scales(own)
+    assert len(set(scales(own).values())) > 3

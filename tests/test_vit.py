@@ -7,11 +7,15 @@ import warnings
 import pytest
 import timm
 import torch
+from timm.utils import ModelEmaV3
 from torch._dynamo.testing import CompileCounter
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import vitrel
 from vitrel.relpos import PRESETS
 from vitrel.resize import RESIZE
+from vitrel.tables import LearnedTable
 from vitrel.vit import RelativeVisionTransformer
 
 SCHEMES = [
@@ -50,7 +54,8 @@ def test_zero_tables_leave_the_logits_of_none(rel_pos, prefix, dtype, atol):
     plain = micro("none", img_size=(24, 40), **prefix).to(dtype)
     relative = micro(spec, img_size=(24, 40), **prefix).to(dtype)
     loaded = relative.load_state_dict(plain.state_dict(), strict=False)
-    assert set(loaded.missing_keys) == relative.position_parameters()
+    missing = {name for name in loaded.missing_keys if name.rsplit(".", 1)[-1] not in LearnedTable.notes}
+    assert missing == relative.position_parameters()
     assert not loaded.unexpected_keys
     x = torch.randn(2, 3, 24, 40, dtype=dtype)
     torch.testing.assert_close(relative(x), plain(x), rtol=0, atol=atol)
@@ -110,6 +115,7 @@ def test_transposing_picture_and_tables_transposes_features():
     swapped = {
         k.replace("table_h", "x").replace("table_w", "table_h").replace("x", "table_w"): v for k, v in state.items()
     }
+    swapped.update((k, v.flip(0)) for k, v in state.items() if k.endswith("trained"))
     swapped["patch_embed.proj.weight"] = state["patch_embed.proj.weight"].mT
     turned.load_state_dict(swapped)
     x = torch.randn(2, 3, 24, 40)
@@ -176,7 +182,7 @@ def test_a_table_of_other_heads_is_refused_by_name_and_shape():
 
 def test_a_shared_table_is_held_and_saved_once():
     model = fill(micro({"preset": "txl", "share_layers": True}))
-    assert sum(".position." in name for name in model.state_dict()) == 4
+    assert sum(".position." in name for name in model.state_dict()) == 5
     twin = copy.deepcopy(model)
     assert all(b.attn.position_terms is twin.blocks[0].attn.position for b in twin.blocks)
     maps = vitrel.bias_maps(twin)
@@ -193,7 +199,8 @@ def test_reading_beyond_the_trained_grid_is_said_once():
     with pytest.warns(UserWarning, match="a grid of 12x8 patches reads relative positions beyond the trained ones"):
         model(torch.randn(1, 3, 48, 32))
     model(torch.randn(1, 3, 48, 32))  # a second warning would be an error here
-    cover = vitrel.coverage(model)["blocks.0"]
+    assert vitrel.coverage(model)["blocks.0"].grid == (8, 8)  # its own
+    cover = vitrel.coverage(model, (12, 8))["blocks.0"]
     assert cover.grid == (12, 8)
     assert cover.inside.tolist() == [[abs(dy) <= 7] * 15 for dy in range(-11, 12)]
     assert cover.share == pytest.approx(sum(12 - abs(d) for d in range(-7, 8)) / 144)
@@ -216,7 +223,7 @@ def test_coverage_of_a_resized_checkpoint_stays_until_a_training_pass_at_the_new
     assert vitrel.coverage(large)["blocks.0"].share == pytest.approx(share, abs=1e-3)
     large(torch.randn(1, 3, 48, 32))
     assert vitrel.coverage(large)["blocks.0"].share == 1.0
-    assert not any(name.endswith("trained") for name in large.state_dict())
+    assert {tuple(v.tolist()) for k, v in large.state_dict().items() if k.endswith("trained")} == {(11, 7)}
 
 
 def test_a_chosen_max_distance_covers_every_size():
@@ -320,3 +327,97 @@ def test_compiling_for_many_sizes_stays_bounded(rel_pos):
     for batch in (1, 3, 5):
         compiled(torch.randn(batch, 3, 64, 64))
     assert counter.frame_count <= 5
+
+
+def test_the_same_size_keeps_the_parameters_that_an_optimizer_holds():
+    for rel_pos, size in ((p, s) for p in ("txl+bias", "swin", "t5", {"preset": "bias", "max_distance": 3})
+                          for s in ((32, 32), (48, 32))):  # fmt: skip
+        model = micro(rel_pos)
+        before = dict(model.named_parameters())
+        model.set_input_size(size)
+        shapes = {n: p.shape for n, p in before.items()}
+        for name, parameter in model.named_parameters():
+            assert (parameter is before[name]) == (parameter.shape == shapes[name]), name
+
+
+@pytest.mark.parametrize("rel_pos", ["bias", "t5", "irpe_qk", "levit"])
+def test_averages_and_distributed_checkpoints_of_an_enlarged_model(rel_pos):
+    model = micro(rel_pos)
+    model.set_input_size((48, 32))
+    averages = [ModelEmaV3(model, decay=0.5), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))]
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model.train()(torch.randn(2, 3, 48, 32))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    averages[0].update(model, step=10)
+    averages[1].update_parameters(model)  # the first one copies
+    averages[1].update_parameters(model)
+    assert vitrel.coverage(model)["blocks.0"].share == 1.0
+    assert [vitrel.coverage(average.module)["blocks.0"].share for average in averages] == [1.0, 1.0]
+    for name, parameter in averages[0].module.named_parameters():
+        torch.testing.assert_close(parameter, expected[name] + 0.5)
+    state = get_model_state_dict(model)
+    assert list(state) == list(model.state_dict())
+    twin = micro(rel_pos)
+    twin.set_input_size((48, 32))
+    set_model_state_dict(twin, state)
+    assert all(torch.equal(v, twin.state_dict()[k]) for k, v in state.items())
+
+
+def test_replicas_of_data_parallel_compute_the_same():
+    model = fill(micro({"terms": ["query", "key", "value", "u", "v", "bias"], "prefix": "learned"}, class_token=True))
+    x = torch.randn(2, 3, 32, 32)
+    replicas = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, replica in replicas.items():  # as torch.nn.parallel.replicate does
+        replica._modules = {name: replicas.get(child) for name, child in module._modules.items()}
+        replica._parameters = {}
+        for name, parameter in module._parameters.items():
+            setattr(replica, name, None if parameter is None else parameter * 1)
+    assert torch.equal(replicas[model](x), model(x))
+    with torch.no_grad():
+        assert torch.equal(replicas[model](x), model(x))
+
+
+@pytest.mark.parametrize("second", [(16, 32), (32, 32)], ids=str)
+def test_checkpointing_refuses_grids_that_change_before_the_backward_pass(second):
+    model = fill(micro("swin", dynamic_img_size=True, img_size=(32, 16))).train()
+    first, second = torch.randn(2, 3, 32, 16), torch.randn(2, 3, *second)
+    losses = [model(first).sum() + model(first.flip(0)).sum(), model(second).sum()]
+    expected = torch.autograd.grad(sum(losses), list(model.parameters()))
+    model.set_grad_checkpointing()
+    for images in ([first, first.flip(0)], [second]):  # a backward pass for each grid
+        sum(model(image).sum() for image in images).backward()
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, grad, rtol=1e-3, atol=1e-4)
+    loss = model(first).sum() + model(second).sum()
+    with pytest.raises(ValueError, match=r"dynamic_img_size: batches of .* patches came before one backward pass"):
+        loss.backward()
+    model(first).sum().backward()
+
+
+def test_maps_of_pictures_of_another_grid_are_of_one_grid():
+    model = fill(micro("txl+bias", dynamic_img_size=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        maps = vitrel.term_maps(model, torch.randn(2, 3, 16, 48))["blocks.0"]
+    assert {tuple(one.values.shape[1:]) for one in maps.values()} == {(7, 23)}
+    own = vitrel.bias_maps(model)["blocks.0"]
+    assert own.shape[1:] == (15, 15)
+    assert torch.equal(own[:, 4:11, 7], maps["free"].values[:, :, 11])
+    assert vitrel.explain(model)[0].grid == "8x8"
+
+
+def test_a_size_that_is_padded_to_whole_patches():
+    model = fill(micro("txl", img_size=(18, 30), dynamic_img_pad=True))
+    assert model(torch.randn(1, 3, 18, 30)).shape == (1, 10)
+    model.set_input_size((10, 22))
+    assert model(torch.randn(1, 3, 10, 22)).shape == (1, 10)
+    assert model.blocks[0].attn.grid_size == (3, 6)
+
+
+def test_explain_says_that_a_call_would_raise():
+    model = micro("bias", backend="blocked", attn_drop_rate=0.1).train()
+    assert vitrel.explain(model)[0].why == (
+        "asked for, but has no attention dropout; set attn_drop to 0: a call raises"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +10,7 @@ from timm.layers import Attention, register_notrace_module
 from torch import Tensor, nn
 
 from vitrel import attend
-from vitrel.backends import BACKENDS, Case, check, choose, extra_numbers, traced, why
+from vitrel.backends import BACKENDS, Case, check, choose, extra_numbers, traced, unsuited, why
 from vitrel.grid import Grid, Where
 from vitrel.masks import masked_softmax
 from vitrel.position import Position, PositionTerms
@@ -37,6 +37,36 @@ class Memory:
     def seen(self) -> Grid:
         """The grid of the keys: the rows above and the strip."""
         return Grid(self.strip.top + self.strip.rows, self.strip.cols)
+
+
+@dataclass
+class Recomputed:
+    """Grids (h, w) of the batches whose blocks gradient checkpointing will compute again, in the backward pass."""
+
+    grids: set[tuple[int, int]] = field(default_factory=set)
+    begun: bool = False
+
+    def add(self, grid: tuple[int, int]) -> None:
+        if self.begun:
+            self.grids, self.begun = set(), False
+        self.grids.add(grid)
+
+    def check(self, grid: tuple[int, int]) -> None:
+        """In a backward pass, see that ``grid`` is that of every batch.
+
+        Raises:
+            ValueError: If a block may be computed again on the grid of another batch.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            return
+        self.begun = True
+        if self.grids != {grid}:
+            seen = " and ".join(f"{h}x{w}" for h, w in sorted({*self.grids, grid}))
+            raise ValueError(
+                f"dynamic_img_size: batches of {seen} patches came before one backward pass, in which gradient "
+                "checkpointing computes blocks again on the last grid; take a backward pass for each grid, or leave "
+                "checkpointing out"
+            )
 
 
 @register_notrace_module  # torch.fx sees one node: what runs depends on the number of tokens, which a trace has not
@@ -88,6 +118,8 @@ class RelativeAttention2d(Attention):
         self.grid_size, self.num_prefix_tokens = grid_size, num_prefix_tokens
         self.backend, self._spec = backend, spec
         self.places: Where | None = None  # where the patches of this batch lie, if not on the grid of the tables
+        self.running_grid: tuple[int, int] | None = None  # (h, w) of this batch, if not that of the tables
+        self.recomputed: Recomputed | None = None  # under gradient checkpointing, for grids that change
         self.memory: Memory | None = None  # set while a strip of a taller image is read
         # In a tuple, so that a position held by another layer is not registered (and saved) here again.
         self._shared: tuple[PositionTerms, ...] = ()
@@ -130,7 +162,8 @@ class RelativeAttention2d(Attention):
         """The timm attention with the same layers (not copies) and without position."""
         plain = _same_layers(self, self.plain_class)
         # num_prefix_tokens stays: timm's rotary attentions have it themselves
-        for name in ("position", "grid_size", "_spec", "backend", "places", "memory", "_shared"):
+        own = ("position", "grid_size", "_spec", "backend", "places", "running_grid", "recomputed", "memory", "_shared")
+        for name in own:
             delattr(plain, name)
         return plain
 
@@ -149,7 +182,7 @@ class RelativeAttention2d(Attention):
 
     def set_grid_size(self, grid_size: tuple[int, int]) -> None:
         """Take another grid (h, w) in patches, and give the tables its size by the rule ``rel_pos.resize``."""
-        self.grid_size = (int(grid_size[0]), int(grid_size[1]))
+        self.grid_size, self.running_grid = (int(grid_size[0]), int(grid_size[1])), None
         self.position_terms.set_grid_size(self.grid_size)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
@@ -208,8 +241,11 @@ class RelativeAttention2d(Attention):
         places = getattr(attn_mask, "places", self.places)
         if places is not None:
             return places, places, self.position_terms()
-        grid = Grid(*self.grid_size)
-        return grid, grid, self.position_terms(self.grid_size)
+        size = self.running_grid or self.grid_size
+        if self.recomputed is not None:
+            self.recomputed.check(size)
+        grid = Grid(*size)
+        return grid, grid, self.position_terms(size)
 
     def _project(self, out: Tensor, x: Tensor) -> Tensor:
         """The output layers: heads (B, H, L, d) to (B, L, D), gated by the input x."""
@@ -329,8 +365,9 @@ def explain(model: nn.Module) -> Explanation:
             grid = "x".join(map(str, attn.grid_size))
             backend, reason = "dense", "fused attention is off (timm.layers.set_fused_attn)"
             if attn.fused_attn:
-                backend = attn.choose(_case(attn))
-                reason = attn.why(backend, _case(attn))
+                refused = None if attn.backend == "auto" else unsuited(attn.backend, _case(attn))
+                backend = attn.backend if refused else attn.choose(_case(attn))
+                reason = f"asked for, but {refused}: a call raises" if refused else attn.why(backend, _case(attn))
             numbers = extra_numbers(backend, _case(attn), attn.position_terms.axes, attn.grid_size, attn.head_dim)
             extra = numbers * attn.num_heads * attn.proj.weight.element_size()
             reports.append(BlockReport(name.removesuffix(".attn"), terms, grid, backend, reason, extra))

@@ -9,7 +9,7 @@ import torch
 from timm.models.deit import VisionTransformerDistilled
 from torch import Tensor, nn
 
-from vitrel.attention import RelativeAttention2d
+from vitrel.attention import Recomputed, RelativeAttention2d
 from vitrel.grid import Grid, Points
 from vitrel.position import PositionTerms
 from vitrel.relpos import RelPos
@@ -26,6 +26,12 @@ def position_parameters(model: nn.Module) -> set[str]:
         if isinstance(module, PositionTerms)
         for parameter, _ in module.named_parameters()
     }
+
+
+def patch_grid(model: Any) -> tuple[int, int]:
+    """(h, w) in patches of a timm model's image size; with ``dynamic_img_pad`` a last part of a patch counts."""
+    rows, cols = model.patch_embed.dynamic_feat_size(model.patch_embed.img_size)
+    return int(rows), int(cols)
 
 
 class RelativeModel(nn.Module):
@@ -62,8 +68,8 @@ class RelativeModel(nn.Module):
 class GridModel(RelativeModel):
     """Mixed into a timm ``VisionTransformer`` or ``Eva``: the images of a batch have one grid.
 
-    With ``dynamic_img_size`` the layers hold the grid of the last batch, so that under gradient checkpointing a batch
-    of another grid must wait for the backward pass.
+    With ``dynamic_img_size`` the layers hold the grid of the last batch; under gradient checkpointing a batch of
+    another grid must wait for the backward pass, or that one raises a ValueError.
     """
 
     patch_embed: Any
@@ -75,7 +81,7 @@ class GridModel(RelativeModel):
         """Change the image or patch size; tables follow by the rule ``rel_pos.resize``."""
         super().set_input_size(img_size=img_size, patch_size=patch_size)  # type: ignore[misc]  # timm's
         for attn in self.relative_attentions():
-            attn.set_grid_size(self.patch_embed.grid_size)
+            attn.set_grid_size(patch_grid(self))
 
     def _pos_embed(self, x: Tensor) -> Any:
         if self.dynamic_img_size:  # x is (B, h, w, D): the grid of this batch
@@ -84,8 +90,7 @@ class GridModel(RelativeModel):
                     "dynamic_img_size: torch.fx would fix the grid of one image; take feature_cls='getter', or leave "
                     "dynamic_img_size out"
                 )
-            for attn in self.relative_attentions():
-                attn.grid_size = (x.shape[1], x.shape[2])
+            self._set_running_grid((x.shape[1], x.shape[2]))
         if not self.training and not torch.compiler.is_compiling():
             self._warn_beyond_trained()
         if isinstance(self, VisionTransformerDistilled) and self.pos_embed is None:  # timm's adds it unasked
@@ -93,17 +98,30 @@ class GridModel(RelativeModel):
             return self.pos_drop(torch.cat([*tokens, x.flatten(1, -2)], 1))
         return super()._pos_embed(x)  # type: ignore[misc]  # timm's
 
+    def _set_running_grid(self, grid: tuple[int, int]) -> None:
+        attentions = self.relative_attentions()
+        again = self.training and self.grad_checkpointing and torch.is_grad_enabled()
+        ahead = None
+        if again and attentions and not torch.compiler.is_compiling():
+            ahead = attentions[0].recomputed or Recomputed()
+            ahead.add(grid)
+        for attn in attentions:
+            attn.running_grid = grid
+            attn.recomputed = ahead or attn.recomputed
+
     def _warn_beyond_trained(self) -> None:
         attn = next(iter(self.relative_attentions()), None)
         seen = self.__dict__.setdefault("_seen_grids", set())
-        if attn is None or attn.grid_size in seen:
+        grid = None if attn is None else attn.running_grid or attn.grid_size
+        if attn is None or grid is None or grid in seen:
             return
-        seen.add(attn.grid_size)
-        h, w = attn.grid_size
+        seen.add(grid)
+        h, w = grid
         if not attn.position_terms.covers(torch.arange(h)[:, None], torch.arange(w)[None]).all():
             warnings.warn(
                 f"a grid of {h}x{w} patches reads relative positions beyond the trained ones, where the last trained "
-                "entry is repeated: see vitrel.coverage(model); train at this size, or take resize='interpolate'",
+                f"entry is repeated: see vitrel.coverage(model, ({h}, {w})); train at this size, or take "
+                "resize='interpolate'",
                 stacklevel=2,
             )
 

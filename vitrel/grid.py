@@ -109,8 +109,8 @@ def _t5_log(distance: Tensor, exact: float, buckets: float, max_distance: float)
 
 def _deberta_log(distance: Tensor, exact: float, buckets: float, max_distance: float) -> Tensor:
     """DeBERTa-v2 (``make_log_bucket_position``): exact up to ``exact``, then logarithmic and rounded up."""
-    steps = torch.log(distance.clamp(min=exact) / exact) / math.log((max_distance - 1) / exact) * (exact - 1)
-    return torch.where(distance <= exact, distance, exact + steps.ceil())
+    log = torch.log(distance.clamp(min=exact) / exact) / math.log((max_distance - 1) / exact)
+    return torch.where(distance <= exact, distance, exact + (log * (buckets - exact - 1)).ceil())
 
 
 def _piecewise(distance: Tensor, exact: float, buckets: float, max_distance: float) -> Tensor:
@@ -162,17 +162,22 @@ class AxisDistance:
         Two maps are the same function exactly when these are equal. A bucket that no whole offset falls into gets the
         offset of the next one.
         """
-        reach = torch.arange(max(self.size, math.ceil(self.max_distance)) + 1)
-        nearest = torch.searchsorted(self.bucket(reach), torch.arange(self.size + 1))
+        nearest = torch.searchsorted(self._buckets(), torch.arange(self.size + 1, device="cpu"))
         return torch.cat([-nearest[1:].flip(0), nearest]) if self.directed else nearest
 
     def bucket(self, offset: Tensor) -> Tensor:
         """Bucket of |offset|, in [0, K], int64, the shape of ``offset``."""
         distance = offset.abs()
-        if self.kind != "clamp":
-            # float64: at a bucket's edge a rounded logarithm would fall on the wrong side
-            distance = BUCKETS[self.kind](distance.double(), self.exact, self.buckets, self.max_distance).long()
-        return distance.clamp(max=self.size)
+        if self.kind == "clamp":
+            return distance.clamp(max=self.size)
+        buckets = self._buckets().to(offset.device)
+        return buckets[distance.clamp(max=len(buckets) - 1)]
+
+    def _buckets(self) -> Tensor:
+        """Bucket of each distance from zero to the first that all larger ones share the bucket of."""
+        # float64, which not every device has: at a bucket's edge a rounded logarithm would fall on the wrong side
+        distance = torch.arange(max(self.size, math.ceil(self.max_distance)) + 1, dtype=torch.float64, device="cpu")
+        return BUCKETS[self.kind](distance, self.exact, self.buckets, self.max_distance).long().clamp(max=self.size)
 
     def index(self, offset: Tensor) -> Tensor:
         """Table entry of each offset (query minus key), int64, the shape of ``offset``."""

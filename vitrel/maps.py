@@ -35,15 +35,20 @@ def bias_maps(model: nn.Module) -> dict[str, Tensor]:
             continue
         terms = [t for t in attn.rel_pos.terms if not TERMS[t].needs_input]
         if terms:
-            maps[name.removesuffix(".attn")] = _input_free_map(attn, terms)
+            maps[name.removesuffix(".attn")] = _input_free_map(attn, terms, *_own(attn))
     return maps
+
+
+def _own(attn: RelativeAttention2d) -> tuple[Position, tuple[int, int]]:
+    """The position of a layer on the grid of its tables, and that grid (h, w)."""
+    return attn.position_terms(attn.grid_size), attn.grid_size
 
 
 class Coverage(NamedTuple):
     """What of a block's offsets was inside the grid that it was trained on.
 
     Attributes:
-        grid: (h, w) of the present grid, in patches.
+        grid: (h, w) in patches.
         inside: Boolean, (2h-1, 2w-1), oriented as a map.
         share: Share of the pairs of patches whose offset is inside.
     """
@@ -53,11 +58,15 @@ class Coverage(NamedTuple):
     share: float
 
 
-def coverage(model: nn.Module) -> dict[str, Coverage]:
-    """Which relative positions of the present grid a model was trained on, per block.
+def coverage(model: nn.Module, grid_size: tuple[int, int] | None = None) -> dict[str, Coverage]:
+    """Which relative positions of a grid a model was trained on, per block.
 
     Entries that a table got when it was made larger count as trained from the first forward pass in training mode that
     reads them; a checkpoint keeps the count.
+
+    Args:
+        model: Any model with ``RelativeAttention2d`` layers.
+        grid_size: (h, w) in patches, such as that of a batch under ``dynamic_img_size``; None for the model's own.
 
     Returns:
         Block name to ``Coverage``; blocks without a position term are left out.
@@ -65,12 +74,12 @@ def coverage(model: nn.Module) -> dict[str, Coverage]:
     result = {}
     for name, attn in model.named_modules():
         if isinstance(attn, RelativeAttention2d) and attn.rel_pos.terms:
-            h, w = attn.grid_size
+            h, w = grid_size or attn.grid_size
             dy, dx = torch.arange(-(h - 1), h)[:, None], torch.arange(-(w - 1), w)[None]
             inside = attn.position_terms.covers(-dy, -dx)
             pairs = ((h - dy.abs()) * (w - dx.abs())).double()
             share = float((pairs * inside).sum() / pairs.sum())
-            result[name.removesuffix(".attn")] = Coverage(attn.grid_size, inside, share)
+            result[name.removesuffix(".attn")] = Coverage((h, w), inside, share)
     return result
 
 
@@ -118,18 +127,20 @@ def term_maps(model: nn.Module, pictures: Seen | None = None) -> dict[str, dict[
     Raises:
         ValueError: If the patches of the pictures do not fill one grid.
     """
-    free = bias_maps(model)
     seen = {} if pictures is None else probes(model, pictures)
     result: dict[str, dict[str, TermMap]] = {}
     for name, attn in model.named_modules():
         if not isinstance(attn, RelativeAttention2d):
             continue
-        block, maps = name.removesuffix(".attn"), dict[str, TermMap]()
-        if block in free:
-            maps["free"] = TermMap("whatever the picture", SCORE, free[block])
-        if block in seen:
-            maps.update(_expected(seen[block]))
-        maps.update(_norms(attn, [t for t in ("query", "key", "value") if t in attn.rel_pos.terms and t not in maps]))
+        block, maps, terms = name.removesuffix(".attn"), dict[str, TermMap](), attn.rel_pos.terms
+        probe = seen.get(block)
+        position, grid = _own(attn) if probe is None else (probe.position, (probe.grid.rows, probe.grid.cols))
+        if free := [t for t in terms if not TERMS[t].needs_input]:
+            maps["free"] = TermMap("whatever the picture", SCORE, _input_free_map(attn, free, position, grid))
+        if probe is not None:
+            maps.update(_expected(probe))
+        for term in (t for t in ("query", "key", "value") if t in terms and t not in maps):
+            maps[term] = _norms(attn, term, position, grid)
         if maps:
             result[block] = maps
     return result
@@ -163,36 +174,31 @@ def _expected(probe: Probe) -> dict[str, TermMap]:
     return maps
 
 
-def _norms(attn: RelativeAttention2d, terms: list[str]) -> dict[str, TermMap]:
-    """Norms of the vectors of tables."""
-    position = attn.position_terms(attn.grid_size)
-    maps = {}
-    for term in terms:
-        norms = table_map(attn, position, term).norm(dim=-1)
-        added = "norm, added to the output" if term == "value" else "norm of the table's vector"
-        maps[term] = TermMap(f"{term} term", added, norms, signed=False)
-    return maps
+def _norms(attn: RelativeAttention2d, term: str, position: Position, grid: tuple[int, int]) -> TermMap:
+    """Norms of the vectors of a table."""
+    norms = table_map(attn, position, term, grid).norm(dim=-1)
+    added = "norm, added to the output" if term == "value" else "norm of the table's vector"
+    return TermMap(f"{term} term", added, norms, signed=False)
 
 
-def table_map(attn: RelativeAttention2d, position: Position, term: str) -> Tensor:
+def table_map(attn: RelativeAttention2d, position: Position, term: str, grid: tuple[int, int]) -> Tensor:
     """The table that a term reads, unscaled, at each place of a map, (H, 2h-1, 2w-1[, d]), float32 on the CPU."""
-    return _read(attn, position, term).float().cpu()
+    return _read(attn, position, term, grid).float().cpu()
 
 
-def _read(attn: RelativeAttention2d, position: Position, term: str) -> Tensor:
-    h, w = attn.grid_size
+def _read(attn: RelativeAttention2d, position: Position, term: str, grid: tuple[int, int]) -> Tensor:
+    h, w = grid
     device = attn.proj.weight.device
     dy = torch.arange(-(h - 1), h, device=device)[:, None].expand(-1, 2 * w - 1)
     dx = torch.arange(-(w - 1), w, device=device)[None].expand(2 * h - 1, -1)
     return lookup(position.tables[str(TERMS[term].reads)], position.axes, -dy[None], -dx[None])[0]
 
 
-def _input_free_map(attn: RelativeAttention2d, terms: list[str]) -> Tensor:
-    position = attn.position_terms(attn.grid_size)
+def _input_free_map(attn: RelativeAttention2d, terms: list[str], position: Position, grid: tuple[int, int]) -> Tensor:
     nothing = torch.empty(0, device=attn.proj.weight.device)
     summands = []
     for term in terms:
         vector = position.vectors.get(term, nothing)
-        read = _read(attn, position, term)[None]
+        read = _read(attn, position, term, grid)[None]
         summands.append(position.scales[term] * TERMS[term].formula(nothing, nothing, vector, read)[0])
     return torch.stack(summands).sum(0).float().cpu()

@@ -153,4 +153,5 @@ def _shares(names: list[str], products: Tensor) -> dict[str, Tensor]:
 
 def _separable(probe: Probe) -> dict[str, Tensor]:
     terms = [t for t in probe.position.terms if TERMS[t].reads == t]
-    return {f"separable_{t}": separable_share(table_map(probe.attn, probe.position, t)) for t in terms}
+    grid = (probe.grid.rows, probe.grid.cols)
+    return {f"separable_{t}": separable_share(table_map(probe.attn, probe.position, t, grid)) for t in terms}

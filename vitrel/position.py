@@ -16,6 +16,7 @@ from vitrel.tables import Axes, LearnedTable, MlpTable, SinusoidTable, Tables
 from vitrel.terms import TERMS, Term
 
 T = TypeVar("T")
+_NOTHING = object()
 
 KEPT_BYTES = 128 << 20  # per layer; beyond, the oldest goes, and what is larger is made anew for each call
 
@@ -44,13 +45,14 @@ class Position:
         """What ``make`` returns, made once per key where this position keeps things; it must follow from both."""
         if self.kept is None:
             return make()
-        if key in self.kept:
-            return cast(T, self.kept[key])
+        found = self.kept.get(key, _NOTHING)
+        if found is not _NOTHING:
+            return cast(T, found)
         made = make()
         if _bytes(made) <= KEPT_BYTES:
             self.kept[key] = made
-            while sum(map(_bytes, self.kept.values())) > KEPT_BYTES:
-                del self.kept[next(iter(self.kept))]
+            while sum(map(_bytes, list(self.kept.values()))) > KEPT_BYTES:  # another thread may add to it meanwhile
+                self.kept.pop(next(iter(list(self.kept))), None)
         return made
 
     @property
@@ -90,14 +92,15 @@ class PositionTerms(nn.Module):
         self.scales, self.axes = rel_pos.scales(head_dim), rel_pos.axes(grid_size)
         self._kept: tuple[Hashable, list[Tensor], Position] | None = None
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
+        self._vectors = [name for name in rel_pos.terms if TERMS[name].vector]
+        self._vectors += ["prefix"] if rel_pos.prefix == "learned" else []
         for name in rel_pos.terms:
             term = TERMS[name]
             if term.table:
                 self.add_module(name, self._table(term, dim, dd))
-            if term.vector:
-                self.register_parameter(name, nn.Parameter(torch.zeros(num_heads, head_dim, **dd)))
-        if rel_pos.prefix == "learned":
-            self.register_parameter("prefix", nn.Parameter(torch.zeros(num_heads, 3, **dd)))
+        for name in self._vectors:
+            width = 3 if name == "prefix" else head_dim
+            self.register_parameter(name, nn.Parameter(torch.zeros(num_heads, width, **dd)))
 
     def _table(self, term: Term, dim: int, dd: dict[str, Any]) -> nn.Module:
         spec, heads = self.rel_pos, 1 if self.rel_pos.share_heads else self.num_heads
@@ -147,7 +150,7 @@ class PositionTerms(nn.Module):
         covered = torch.ones(torch.broadcast_shapes(dh.shape, dw.shape), dtype=torch.bool)
         for table in self.children():
             if isinstance(table, LearnedTable):
-                for offset, axis, known in zip((dh, dw), self.axes, table.trained, strict=True):
+                for offset, axis, known in zip((dh, dw), self.axes, table.trained_reach(), strict=True):
                     beyond = offset.abs() if follows_grid else axis.bucket(offset)
                     covered = covered & (beyond <= known)
         return covered
@@ -172,8 +175,9 @@ class PositionTerms(nn.Module):
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         key = (grid_size, self.axes, self.rel_pos, tuple(self.scales.items()), autocast)
         parameters = list(self.parameters())
-        if self._kept is not None and self._kept[0] == key and _same(self._kept[1], parameters):
-            return self._kept[2]
+        kept = self._kept  # another thread may set it to None
+        if kept is not None and kept[0] == key and _same(kept[1], parameters):
+            return kept[2]
         position = replace(self._position(grid_size), kept={})
         self._kept = (key, [p.detach().clone() for p in parameters], position)
         return position
@@ -181,6 +185,7 @@ class PositionTerms(nn.Module):
     def _may_keep(self) -> bool:
         return (
             not self.training
+            and not getattr(self, "_is_replica", False)  # of DataParallel, which lists no parameters
             and not torch.is_grad_enabled()
             and not torch.jit.is_tracing()
             and not torch._C._are_functorch_transforms_active()
@@ -194,7 +199,7 @@ class PositionTerms(nn.Module):
         axes = self.axes
         if grid_size is not None and (self.rel_pos.resize != "clamp" or self.rel_pos.source != "learned"):
             axes = self.rel_pos.axes(grid_size)
-        vectors: dict[str, Tensor] = dict(self.named_parameters(recurse=False))
+        vectors: dict[str, Tensor] = {name: getattr(self, name) for name in self._vectors}
         return Position(
             scales=self.scales,
             axes=axes,

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from vitrel.ablate import keep_terms
-from vitrel.attend import dense_scores, masked_softmax
+from vitrel.attend import dense_scores
 from vitrel.attention import RelativeAttention2d
 from vitrel.eva import RelativeAttentionRope
 from vitrel.grid import Grid, Points
+from vitrel.masks import masked_softmax
 from vitrel.position import Position
 
 PARTS = ("both", "content", "position")

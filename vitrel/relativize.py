@@ -17,7 +17,7 @@ from torch import nn
 
 from vitrel.attention import RelativeAttention2d
 from vitrel.eva import RelativeAttentionRope, RelativeEvaAttention
-from vitrel.family import GridModel, NaFlexModel, RelativeModel
+from vitrel.family import GridModel, NaFlexModel, RelativeModel, patch_grid
 from vitrel.relpos import RelPos
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -78,10 +78,11 @@ def relativize(
         TypeError: If the model is of another family, or a keyword is unknown. Nothing is changed then.
         ValueError: For an unknown scheme, or a part of the model that cannot have it. Nothing is changed then.
     """
-    family, spec = _family(model), _spec(rel_pos, changes)
+    kind, spec = family(model), _spec(rel_pos, changes)
+    base = (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
     blocks = list(blocks) if isinstance(blocks, Iterable) else blocks
     chosen, grid = _chosen(model, blocks), _grid(model, grid_size)
-    _check_tokens(model, family, spec)
+    _check_tokens(model, kind, spec)
     new = _relative(model, [attn for _, _, attn in chosen], spec, grid, backend)
     for (parent, name, _), attn in zip(chosen, new, strict=True):
         setattr(parent, name, attn)
@@ -89,9 +90,8 @@ def relativize(
         _drop_absolute(model)
     args = model.__dict__.pop("_model_args", {})
     model.__class__ = _relative_class(type(model))
-    cfg: Any = getattr(model, "pretrained_cfg", None)
-    if cfg:  # made under a name, by which it can be made again
-        asked = {"base": cfg["architecture"], "rel_pos": spec, "keep_absolute": keep_absolute}
+    if base:  # made under a name, by which it can be made again
+        asked = {"base": base, "rel_pos": spec, "keep_absolute": keep_absolute}
         if blocks is not None:
             asked["blocks"] = sorted({int(i) % len(model.blocks) for i in blocks})  # type: ignore[arg-type]  # timm's
         if grid_size is not None:
@@ -132,16 +132,22 @@ def _rename(model: Any, architecture: str) -> None:
     model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, "architecture": architecture}
 
 
-def _family(model: nn.Module) -> type[RelativeModel]:
+def family(model: nn.Module) -> type[RelativeModel]:
+    """What a model that can be made relative gets mixed in.
+
+    Raises:
+        TypeError: If it is of another family.
+        ValueError: If it has relative position already.
+    """
     name = type(model).__name__
     if isinstance(model, RelativeModel):
         mend = (
             "call vitrel.plain(model) first" if hasattr(type(model), "plain_class") else "build it with another rel_pos"
         )
         raise ValueError(f"relativize: {name} has relative position already; {mend}")
-    for kind, family in _FAMILY.items():
+    for kind, mixed_in in _FAMILY.items():
         if isinstance(model, kind):
-            return family
+            return mixed_in
     raise TypeError(
         f"relativize: cannot serve {name}, {_reason(model)}; expected a timm VisionTransformer, Eva or NaFlexVit"
     )
@@ -214,8 +220,7 @@ def _grid(model: Any, grid_size: tuple[int, int] | None) -> tuple[int, int]:
             raise ValueError(
                 "patch_embed: the model has no image size, which its grid follows from; build it with img_size"
             )
-        rows, cols = model.patch_embed.grid_size
-        return int(rows), int(cols)
+        return patch_grid(model)
     if grid_size is not None:
         if not isinstance(grid_size, (tuple, list)) or len(grid_size) != 2 or min(grid_size) < 1:
             raise ValueError(f"grid_size: expected (h, w) in patches, each at least 1, got {grid_size!r}")
@@ -227,14 +232,14 @@ def _grid(model: Any, grid_size: tuple[int, int] | None) -> tuple[int, int]:
     return int(rows), int(cols)
 
 
-def _check_tokens(model: Any, family: type[RelativeModel], spec: RelPos) -> None:
+def _check_tokens(model: Any, kind: type[RelativeModel], spec: RelPos) -> None:
     if getattr(model, "rope", None) is not None and {"rotary", "rotary_mixed"} & set(spec.terms):
         raise ValueError(
             f"rel_pos: {type(model).__name__} turns queries and keys by a rotary embedding of its own, and a rotary "
             "term would turn them again; leave it out"
         )
     # NaFlexVit alone tells which patches it left
-    if family is GridModel and isinstance(getattr(model, "patch_drop", None), (PatchDropout, PatchDropoutWithIndices)):
+    if kind is GridModel and isinstance(getattr(model, "patch_drop", None), (PatchDropout, PatchDropoutWithIndices)):
         raise ValueError(
             "patch_drop: relative attention needs every patch of the grid; build it with patch_drop_rate=0"
         )
@@ -274,9 +279,9 @@ def _drop_absolute(model: Any) -> None:
 def _relative_class(kind: type[nn.Module]) -> Any:
     """``kind`` with the methods of its family, made once: the class of an instance is changed, as FSDP2 does."""
     if kind not in _CLASSES:
-        family = next(family for base, family in _FAMILY.items() if issubclass(kind, base))
+        mixed_in = next(mixed_in for base, mixed_in in _FAMILY.items() if issubclass(kind, base))
         members = {"plain_class": kind, "__reduce_ex__": _reduce, "__module__": __name__}
-        _CLASSES[kind] = type(f"Relativized{kind.__name__}", (family, kind), members)
+        _CLASSES[kind] = type(f"Relativized{kind.__name__}", (mixed_in, kind), members)
     return _CLASSES[kind]
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import timm
+import torch
 from timm.models import (
     Eva,
     NaFlexVit,
@@ -19,7 +20,7 @@ from timm.models import (
 from torch import Tensor, nn
 
 from vitrel import zoo
-from vitrel.relativize import NAME, relativize
+from vitrel.relativize import NAME, family, relativize
 
 default_cfgs = {NAME: zoo.default_cfgs["vitrel_tiny_patch16_224"]}  # that of its default base; another base has its own
 
@@ -55,6 +56,9 @@ def vitrel_relativized(
         if known is None:
             raise ValueError(f"base: no timm model is called {base!r}; timm.list_models() lists the names")
         pretrained_cfg = replace(known, architecture=NAME)
+
+    with torch.device("meta"):
+        family(timm.create_model(base))  # a model of another family may not know the arguments of the body
 
     def build(**body: Any) -> nn.Module:
         plain = timm.create_model(base, pretrained=pretrained and not stored, **body)

@@ -226,6 +226,11 @@ class RelPos:
         """
         if not isinstance(name, str):
             raise ValueError(f"rel_pos: expected the name of a preset, got {name!r}")
+        if "terms" in changes:
+            raise ValueError(
+                f"rel_pos: preset {name!r} names the terms, and so does terms={changes['terms']!r}; give one of "
+                "the two, or names joined with '+'"
+            )
         merged: dict[str, Any] = {"terms": ()}
         for part in name.split("+"):
             preset = PRESETS.get(part) or ({"terms": (part,)} if part in TERMS else None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,16 @@ def _interpolate(new: Tensor, old: int, size: int) -> Tensor:
     return new * (old / max(size, 1))
 
 
+@functools.cache
+def _ratio(old: int, size: int) -> float:
+    """q with 1 + q + ... + q^(old-1) = size."""
+    low, high = 1.01, 10.0
+    for _ in range(100):
+        ratio = (low + high) / 2
+        low, high = (ratio, high) if sum(ratio**n for n in range(old)) < size else (low, ratio)
+    return ratio
+
+
 def _geometric(new: Tensor, old: int, size: int) -> Tensor:
     """BEiT's: entries near the centre keep their offsets, those further out lie in geometric progression.
 
@@ -25,10 +37,7 @@ def _geometric(new: Tensor, old: int, size: int) -> Tensor:
     """
     if old == 0 or size == 0 or old == size:
         return _interpolate(new, old, size)
-    low, high = 1.01, 10.0
-    for _ in range(100):  # q with 1 + q + ... + q^(old-1) = size
-        ratio = (low + high) / 2
-        low, high = (ratio, high) if sum(ratio**n for n in range(old)) < size else (low, ratio)
+    ratio = _ratio(old, size)
     places = torch.cumsum(torch.tensor([0.0] + [ratio**n for n in range(old)], dtype=torch.float64), 0)
     places[-1] = max(float(places[-1]), size)
     distance = new.abs()

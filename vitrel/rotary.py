@@ -76,7 +76,9 @@ def angles(frequencies: Tables, grid: Where, device: torch.device) -> tuple[Tens
     Args:
         frequencies: Radians per row and per column, each (H or 1, d/2).
     """
-    rows, cols = (f.to(device, torch.promote_types(f.dtype, torch.float32))[:, None] for f in frequencies)
+    single = device.type == "mps"  # has no float64
+    wide = [torch.float32 if single else torch.promote_types(f.dtype, torch.float32) for f in frequencies]
+    rows, cols = (f.to(dtype).to(device)[:, None] for f, dtype in zip(frequencies, wide, strict=True))
     coords = grid.coords(device)[:, None].to(rows.dtype)  # (B or 1, 1, patches, 2)
     angle = coords[..., :1] * rows + coords[..., 1:] * cols
     return angle.cos(), angle.sin()

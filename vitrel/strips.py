@@ -167,6 +167,11 @@ class StripReader(nn.Module):
         """Names of the parameters that should not decay."""
         return {f"model.{name}" for name in self._model.no_weight_decay()}
 
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """timm's groups of layers, for a learning rate that decays with depth."""
+        return {group: _inside(matched) for group, matched in self._model.group_matcher(coarse=coarse).items()}
+
     @property
     def _model(self) -> Any:
         return self.model
@@ -196,7 +201,9 @@ class StripReader(nn.Module):
         model = self._model
         rows, cols = self._grid(strip)
         if model.training and model.grad_checkpointing:
-            raise ValueError("grad_checkpointing: a strip would be computed again with the memory of a later one")
+            raise ValueError(
+                "grad_checkpointing: not supported while strips are read; call set_grad_checkpointing(False)"
+            )
         if valid is None:
             valid = torch.ones(strip.shape[0], rows, dtype=torch.bool, device=strip.device)
         else:  # whatever padding holds, NaN too, would reach the sums
@@ -250,7 +257,7 @@ class StripReader(nn.Module):
 
     def _table_grid(self, attn: RelativeAttention2d, strip: Grid) -> tuple[int, int]:
         """The grid that tables are read for: that of the model, so that no rule stretches them to the strip."""
-        rows, cols = self._model.patch_embed.grid_size
+        rows, cols = attn.grid_size
         seen = (strip.top + strip.rows, strip.cols)
         if attn.rel_pos.source == "sinusoid":  # exact at any distance
             return max(rows, seen[0]), max(cols, seen[1])
@@ -260,7 +267,7 @@ class StripReader(nn.Module):
                 self._warned = True
                 warnings.warn(
                     f"a strip sees {seen[0]} rows and {seen[1]} columns of patches, more than its tables were "
-                    "trained for, so that their last entry is repeated: see vitrel.coverage(model)",
+                    f"trained for, so that their last entry is repeated: see vitrel.coverage(model, {seen})",
                     stacklevel=2,
                 )
         return rows, cols
@@ -305,6 +312,13 @@ class StripReader(nn.Module):
             )
         below = torch.arange(self._grid(image)[0], device=image.device) * self._model.patch_embed.patch_size[0]
         return below < torch.as_tensor(list(heights), device=image.device)[:, None]
+
+
+def _inside(matched: Any) -> Any:
+    """timm's patterns for parameter names, for a model that is the attribute ``model``."""
+    if isinstance(matched, str):
+        return rf"^model\.(?:{matched.replace('^', '')})"
+    return type(matched)(map(_inside, matched)) if isinstance(matched, (tuple, list)) else matched
 
 
 def _rows(name: str, value: Any, least: int) -> int:

@@ -11,6 +11,7 @@ Every table is a module whose ``forward()`` returns the tensors to look up:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 
 import torch
 from timm.layers import Mlp, trunc_normal_
@@ -44,6 +45,7 @@ class LearnedTable(nn.Module):
         local: A key of ``LOCAL`` to fill a scalar table with instead.
     """
 
+    trained: Tensor
     notes = ("offset_h", "offset_w", "trained")
     """What a checkpoint holds beside the entries, where it cannot be read off their shape."""
 
@@ -62,16 +64,25 @@ class LearnedTable(nn.Module):
     ) -> None:
         super().__init__()
         self.axes, self.resize, self.init_std, self.local = axes, resize, init_std, local
-        self.trained = (axes[0].size, axes[1].size)  # buckets that training can have reached
         tail = () if width is None else (width,)
         rows, cols = (axis.entries for axis in axes)
         shapes = {"table": (rows, cols)} if joint else {"table_h": (rows,), "table_w": (cols,)}
+        self._names = tuple(shapes)
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(heads, *shape, *tail, device=device, dtype=dtype)))
+        self.register_buffer("trained", torch.empty(2, dtype=torch.int64, device=device))
+        self._noted = (0, 0)  # known to be in it, so that a step need not read it from the device
         self.reset_parameters()
 
+    @property
+    def tables(self) -> Tables:
+        """The entries as they are; by name, since the replicas of ``DataParallel`` list no parameters."""
+        return tuple(getattr(self, name) for name in self._names)
+
     def reset_parameters(self) -> None:
-        tables = list(self.parameters())
+        self._note_map()
+        self._set_trained((self.axes[0].size, self.axes[1].size))
+        tables = self.tables
         if self.local is None:
             for table in tables:
                 _fill(table, self.init_std)
@@ -86,39 +97,59 @@ class LearnedTable(nn.Module):
     def forward(self, axes: Axes | None = None) -> Tables:
         """The entries, or what they become for other distance maps (differentiable)."""
         if axes is None or axes == self.axes:
-            return tuple(self.parameters())
+            return self.tables
         return tuple(
             resize_table(table, self._table_axes(name, self.axes), self._table_axes(name, axes), self.resize)
-            for name, table in self.named_parameters()
+            for name, table in zip(self._names, self.tables, strict=True)
         )
 
     def set_axes(self, axes: Axes) -> None:
         """Resize the entries to other distance maps by the rule ``resize``; the same sizes change nothing."""
-        for name, table in list(self.named_parameters()):
-            new = resize_table(
-                table.detach(), self._table_axes(name, self.axes), self._table_axes(name, axes), self.resize
-            )
-            if new is not table:
-                setattr(self, name, nn.Parameter(new, requires_grad=table.requires_grad))
-        self._keep_trained(self.trained, self.axes, axes)
+        if axes == self.axes:
+            return
+        for name, table in zip(self._names, self.tables, strict=True):
+            old, new = self._table_axes(name, self.axes), self._table_axes(name, axes)
+            if new != old:  # else the parameter stays the one that an optimizer holds
+                resized = resize_table(table.detach(), old, new, self.resize)
+                setattr(self, name, nn.Parameter(resized, requires_grad=table.requires_grad))
+        self._set_trained(self._kept_trained(self.trained_reach(), self.axes, axes))
         self.axes = axes
+        self._note_map()
 
-    def _keep_trained(self, trained: tuple[int, ...], old: Axes, new: Axes) -> None:
-        """Carry over which buckets were trained from other distance maps: stretched with the table, or kept."""
+    def trained_reach(self) -> list[int]:
+        """Largest bucket of rows and of columns that training can have reached."""
+        return [axis.size for axis in self.axes] if self.trained.is_meta else self.trained.tolist()
+
+    def _kept_trained(self, trained: Sequence[int], old: Axes, new: Axes) -> list[int]:
+        """Which buckets of other distance maps were trained: stretched with the table, or kept."""
         stretched = self.resize in ("interpolate", "geometric")
-        reach = (
+        return [
             b.size * n // a.size if stretched and a.size else min(n, b.size)
             for n, a, b in zip(trained, old, new, strict=True)
-        )
-        rows, cols = reach
-        self.trained = (rows, cols)
+        ]
 
+    @torch.no_grad()
+    def _set_trained(self, reach: Sequence[int]) -> None:
+        self.trained.copy_(torch.tensor(reach, device="cpu"))
+        self._noted = (0, 0)
+
+    def _note_map(self) -> None:
+        for name, entries in self._map():
+            self.register_buffer(name, entries.to(self.trained.device))
+
+    def _map(self) -> Iterator[tuple[str, Tensor]]:
+        """The offset of each entry of an axis, where their number does not tell the distance map."""
+        for name, axis in zip(self.notes, self.axes, strict=False):
+            if axis.kind != "clamp" or not axis.directed:
+                yield name, axis.entry_offsets()
+
+    @torch.no_grad()
     def note_training(self, grid_size: tuple[int, int]) -> None:
         """Count the entries that a grid (h, w) reads as trained."""
-        reach = (self._reach(axis, side) for axis, side in zip(self.axes, grid_size, strict=True))
-        rows, cols = (max(known, new) for known, new in zip(self.trained, reach, strict=True))
-        if (rows, cols) != self.trained:
-            self.trained = (rows, cols)
+        rows, cols = (self._reach(axis, side) for axis, side in zip(self.axes, grid_size, strict=True))
+        if rows > self._noted[0] or cols > self._noted[1]:
+            self._noted = (max(rows, self._noted[0]), max(cols, self._noted[1]))
+            self.trained.copy_(torch.maximum(self.trained, self.trained.new_tensor(self._noted)))
 
     @staticmethod
     def _reach(axis: AxisDistance, side: int) -> int:
@@ -128,20 +159,11 @@ class LearnedTable(nn.Module):
     def _table_axes(name: str, axes: Axes) -> tuple[AxisDistance, ...]:
         return {"table_h": axes[:1], "table_w": axes[1:], "table": axes}[name]
 
-    def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
-        """The entries, and what cannot be read off their shape: another map than clamp, entries never trained."""
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, axis in zip(self.notes, self.axes, strict=False):
-            if axis.kind != "clamp" or not axis.directed:
-                destination[prefix + name] = axis.entry_offsets()
-        if self.trained != (self.axes[0].size, self.axes[1].size):
-            destination[prefix + "trained"] = torch.tensor(self.trained)
-
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):  # type: ignore[no-untyped-def]
         maps = [state_dict.pop(prefix + name, None) for name in self.notes[:2]]
         trained = state_dict.pop(prefix + "trained", None)
-        old, known = list(self.axes), list(self.trained)
-        for name, parameter in self.named_parameters():
+        old, known = list(self.axes), [axis.size for axis in self.axes]
+        for name, parameter in zip(self._names, self.tables, strict=True):
             stored = state_dict.get(prefix + name)
             if stored is None:
                 continue
@@ -156,7 +178,12 @@ class LearnedTable(nn.Module):
             state_dict[prefix + name] = resize_table(stored, stored_axes, own, self.resize)
             for d, axis in zip(dims, stored_axes, strict=True):
                 old[d], known[d] = axis, axis.size if trained is None else int(trained[d])
-        self._keep_trained(tuple(known), (old[0], old[1]), self.axes)
+        held = [state_dict[prefix + name] for name in self._names if prefix + name in state_dict]
+        if held:  # a file without these notes is complete, too
+            kept = torch.tensor(self._kept_trained(known, (old[0], old[1]), self.axes), device="cpu")
+            notes = {"trained": kept, **dict(self._map())}
+            state_dict.update((prefix + name, note.to(held[0].device)) for name, note in notes.items())
+        self._noted = (0, 0)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
 
     @staticmethod
@@ -295,10 +322,10 @@ class MlpTable(nn.Module):
         axes, weight = axes or self.axes, self.mlp.fc1.weight
         norm = self.norm_size or tuple(axis.size + 1 for axis in axes)
         rows, cols = (
-            self._log_coords(torch.arange(-axis.size, axis.size + 1, device=weight.device), side)
+            self._log_coords(torch.arange(-axis.size, axis.size + 1, device="cpu"), side)
             for axis, side in zip(axes, norm, strict=True)
         )
-        coords = torch.stack(torch.meshgrid(rows, cols, indexing="ij"), -1).to(weight.dtype)
+        coords = torch.stack(torch.meshgrid(rows, cols, indexing="ij"), -1).to(weight.device, weight.dtype)
         table = self.mlp(coords).movedim(-1, 0)
         return (16 * table.sigmoid() if self.coords == "swin" else table,)
 

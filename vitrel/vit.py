@@ -10,7 +10,7 @@ from timm.models.vision_transformer import Block, ResPostBlock, VisionTransforme
 from torch import nn
 
 from vitrel.attention import RelativeAttention2d
-from vitrel.family import GridModel, RelativeModel
+from vitrel.family import GridModel, RelativeModel, patch_grid
 from vitrel.position import PositionTerms
 from vitrel.relpos import RelPos
 
@@ -42,11 +42,11 @@ class RelativeVisionTransformer(GridModel, VisionTransformer):
         if kwargs.get("attn_layer"):
             raise ValueError("attn_layer: the attention of these models is RelativeAttention2d; leave it out")
         defaults = {"global_pool": "avg", "class_token": False, "pos_embed": "none"}
+        last = kwargs.pop("final_norm") if isinstance(kwargs.get("final_norm"), dict) else {}  # timm's is a flag
         super().__init__(**{**defaults, **_with_layers(kwargs)})
-        if isinstance(kwargs.get("final_norm"), dict):
-            for norm in (self.norm, self.fc_norm):
-                if isinstance(norm, nn.LayerNorm):
-                    norm.eps = kwargs["final_norm"]["eps"]
+        for norm in (self.norm, self.fc_norm):
+            if last and isinstance(norm, nn.LayerNorm):
+                norm.eps = last["eps"]
         shared: PositionTerms | None = None
         for block in self.blocks:
             if not isinstance(getattr(block, "attn", None), Attention):
@@ -56,7 +56,7 @@ class RelativeVisionTransformer(GridModel, VisionTransformer):
                 )
             attn = RelativeAttention2d.from_attention(
                 cast(nn.Module, block.attn),
-                grid_size=self.patch_embed.grid_size,
+                grid_size=patch_grid(self),
                 rel_pos=spec,
                 num_prefix_tokens=self.num_prefix_tokens,
                 backend=backend,

@@ -114,6 +114,7 @@ def _parse(tree: dict[str, Any], options: list[str]) -> TrainConfig:
     except ArgumentError as e:
         raise ConfigError(_translate(str(e))) from None
     config.trainer = _check_trainer(config.trainer)
+    config.model.kwargs = _check_kwargs(config.model.kwargs)
     if config.name is None:
         config.name = config.data.name
     return config
@@ -187,15 +188,36 @@ def _model_kwargs(tree: dict[str, Any], options: list[str]) -> tuple[dict[str, A
     return tree, result
 
 
-def _timm_arguments() -> set[str]:
+@functools.cache
+def _timm_arguments() -> dict[str, inspect.Parameter]:
     from timm.models import VisionTransformer
 
     from vitrel.relativized import vitrel_relativized
 
     theirs = inspect.signature(VisionTransformer.__init__).parameters
-    ours = {name for name, p in inspect.signature(vitrel_relativized).parameters.items() if p.kind == p.KEYWORD_ONLY}
+    ours = {n: p for n, p in inspect.signature(vitrel_relativized).parameters.items() if p.kind == p.KEYWORD_ONLY}
     run = {"self", "num_classes", "in_chans", "pretrained_cfg", "pretrained_cfg_overlay"}  # set by the run
-    return {*theirs, *ours} - run
+    return {name: parameter for name, parameter in {**theirs, **ours}.items() if name not in run}
+
+
+@functools.cache
+def _kwargs_parser() -> ArgumentParser:
+    """Of the true/false arguments of a timm model, which takes any text for true."""
+    parser = ArgumentParser(exit_on_error=False)
+    for name, parameter in _timm_arguments().items():
+        if isinstance(parameter.default, bool):
+            parser.add_argument(f"--{name}", type=bool)
+    return parser
+
+
+def _check_kwargs(given: dict[str, Any]) -> dict[str, Any]:
+    parser = _kwargs_parser()
+    known = {action.dest for action in parser._actions}
+    try:
+        space = parser.parse_object({k: v for k, v in given.items() if k in known})
+    except ArgumentError as e:
+        raise ConfigError(_translate(str(e), prefix="model.")) from None
+    return {k: space[k] if k in known else v for k, v in given.items()}
 
 
 def _names(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -66,16 +67,18 @@ def look(
     if not maps:
         needed = "; the maps of this scheme depend on the picture, give image files with --pictures"
         raise ConfigError(f"{source}: nothing to draw{needed if shown is None else '; it has no position terms'}")
+    numbers = {name: _number(name, i) for i, name in enumerate(maps)}
     for n in blocks or ():
-        if not 0 <= n < len(maps):
-            raise ConfigError(f"--blocks: there is no block {n}, expected 0 to {len(maps) - 1}")
+        if n not in numbers.values():
+            there = ", ".join(map(str, dict.fromkeys(numbers.values())))
+            raise ConfigError(f"--blocks: block {n} has no map; there are {there}")
     if html is not None:
         write_whole(html, _page(model, source, shown))
         print(html)
         return
     from vitrel.plots import plot_blocks, plot_term_maps
 
-    chosen = {name: maps[name] for i, name in enumerate(maps) if not blocks or i in blocks}
+    chosen = {name: maps[name] for name, n in numbers.items() if not blocks or n in blocks}
     if together is not None:
         write_whole(together, png(plot_blocks({name: next(iter(block.values())) for name, block in chosen.items()})))
         print(together)
@@ -87,6 +90,12 @@ def look(
     if seen is not None:
         write_whole(folder / "heads.csv", as_csv(head_numbers(model, seen)))
         print(folder / "heads.csv")
+
+
+def _number(name: str, place: int) -> int:
+    """The number in a block's name, as in ``blocks.3``, else its place among those with a map."""
+    found = re.search(r"\.(\d+)", name)
+    return int(found[1]) if found else place
 
 
 def _pictures(model: nn.Module, source: str, files: Sequence[str] | None, root: str | None) -> Examples | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,8 @@ def build_model(config: ModelConfig, num_classes: int) -> nn.Module:
     except Exception as e:  # a model may fail in any way on arguments that do not fit it
         given = {**arguments, **config.kwargs}
         named = next((f".{k}" for k in given if k in str(e)), "")
-        raise ConfigError(f"model{named}: {config.arch} refuses {given}: {one_line(str(e) or repr(e))}") from e
+        said = str(e) or traceback.extract_tb(e.__traceback__)[-1].line or repr(e)  # timm asserts without a word
+        raise ConfigError(f"model{named}: {config.arch} refuses {given}: {one_line(said)}") from e
     _check_tiling(model, config)
     if config.checkpoint:
         _check_loaded(model, config)

@@ -24,6 +24,7 @@ from pytorch_lightning.utilities import rank_zero_only
 from pytorch_lightning.utilities.exceptions import MisconfigurationException, SIGTERMException
 from torch.multiprocessing import ProcessRaisedException
 
+import vitrel
 from vitrel.training import report
 from vitrel.training.callbacks import build_callbacks, saves_checkpoints
 from vitrel.training.checks import check
@@ -64,14 +65,14 @@ def run(config: TrainConfig) -> dict[str, Any]:
     _check_data(source, resume)
     config = dataclasses.replace(config, ckpt_path=None)  # what is written down can be run again
     pl.seed_everything(config.seed, workers=True, verbose=False)
-    # Counts the tables as trained at this size: the check before training would warn of those that have grown.
     net = build_model(config.model, len(source.classes)).train()
     inputs = InputConfig.of(timm_model(net), config.data)
     if config.model.checkpoint:  # the run does not hang on the folder it started from
         config.data.mean, config.data.std, config.data.crop_pct = list(inputs.mean), list(inputs.std), inputs.crop_pct
     data = PictureDataModule(config.data, inputs, source, seed=config.seed)
     task = ClassificationTask(config.as_dict(), len(source.classes), net)
-    trainer = _trainer(config)
+    grown = any(seen.share < 1 for seen in vitrel.coverage(timm_model(net)).values())
+    trainer = _trainer(config, grown)
     if not getattr(trainer, "fast_dev_run", False):
         trainer.loggers = build_loggers(config, resume.wandb_id if resume else None)
     report.announce(config, trainer, net, inputs, resume)
@@ -211,8 +212,10 @@ def _one_line(message: str) -> str | None:
     return own[1] if own else None
 
 
-def _trainer(config: TrainConfig) -> pl.Trainer:
+def _trainer(config: TrainConfig, grown: bool) -> pl.Trainer:
     given = dict(config.trainer)
+    if grown:  # the check before training would warn of tables that are about to be trained
+        given.setdefault("num_sanity_val_steps", 0)
     bar = given.pop("enable_progress_bar", True) and sys.stdout.isatty()
     try:
         return pl.Trainer(
