@@ -31,8 +31,10 @@ def test_shapes_of_learned_tables():
 
 
 def test_names_of_learned_tables():
-    assert list(LearnedTable(1, axes(1, 1)).state_dict()) == ["table_h", "table_w"]
-    assert list(LearnedTable(1, axes(1, 1), joint=True).state_dict()) == ["table"]
+    assert list(LearnedTable(1, axes(1, 1)).state_dict()) == ["table_h", "table_w", "trained"]
+    assert list(LearnedTable(1, axes(1, 1), joint=True).state_dict()) == ["table", "trained"]
+    undirected = LearnedTable(1, axes(1, 1, directed=False), joint=True)
+    assert list(undirected.state_dict()) == ["table", "trained", "offset_h", "offset_w"]
 
 
 def test_joint_lookup_on_a_grid_with_unequal_sides_reads_every_entry_once_per_offset():
@@ -162,5 +164,13 @@ def test_a_table_of_another_distance_map_is_refused_though_its_shape_fits(stored
     assert all(torch.equal(a, b) for a, b in zip(before, table.parameters(), strict=True))
 
 
-def test_a_directed_clamp_table_saves_its_entries_alone():
-    assert list(LearnedTable(2, axes(2, 4)).state_dict()) == ["table_h", "table_w"]
+def test_a_state_of_entries_alone_loads_as_wholly_trained():
+    table = LearnedTable(2, axes(4, 4))
+    state = {"table_h": torch.randn(2, 5), "table_w": torch.randn(2, 9)}
+    assert not any(table.load_state_dict(state))
+    assert table.trained.tolist() == [2, 4]
+    assert table.load_state_dict({}, strict=False).missing_keys == ["table_h", "table_w", "trained"]
+    with torch.device("meta"):
+        empty = LearnedTable(2, axes(2, 4))
+    empty.load_state_dict(state, assign=True)
+    assert empty.trained.tolist() == [2, 4]

@@ -65,7 +65,7 @@ def test_weights_of_the_package_load_without_network(name, monkeypatch):
     stored = load_file(WEIGHTS / name / "model.safetensors")
     for asked in (name, name.split(".")[0]):  # the variant's own weights, timm's way
         model = timm.create_model(asked, pretrained=True)
-        assert all(torch.equal(value, stored[key]) for key, value in model.state_dict().items())
+        assert all(torch.equal(value, stored[key]) for key, value in model.named_parameters())
         assert len(model.pretrained_cfg["label_names"]) == model.num_classes
     assert (WEIGHTS / name / "model.safetensors").stat().st_size < 5e6
     size = model.patch_embed.img_size[0]
