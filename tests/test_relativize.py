@@ -281,7 +281,7 @@ def test_reading_beyond_the_trained_grid_is_said_once(body):
     with pytest.warns(UserWarning, match="a grid of 5x3 patches reads relative positions beyond the trained ones"):
         model(image((40, 24)))
     model(image((40, 24)))  # a second warning would be an error here
-    assert {c.share for c in vitrel.coverage(model).values()} == {1 - 2 * 3 / 25}  # rows 3 and 4 apart of 5 x 5
+    assert {c.share for c in vitrel.coverage(model, (5, 3)).values()} == {1 - 2 * 3 / 25}  # rows 3 and 4 apart of 5 x 5
 
 
 @pytest.mark.parametrize("body", BODIES)

@@ -166,17 +166,22 @@ class AxisDistance:
         return torch.cat([-nearest[1:].flip(0), nearest]) if self.directed else nearest
 
     def bucket(self, offset: Tensor) -> Tensor:
-        """Bucket of |offset|, in [0, K], int64, the shape of ``offset``."""
+        """Bucket of |offset|, in [0, K], int64, the shape of ``offset``; of a distance between patches, float, too."""
         distance = offset.abs()
         if self.kind == "clamp":
             return distance.clamp(max=self.size)
+        if distance.is_floating_point():
+            return self._of(distance.double())
         buckets = self._buckets().to(offset.device)
         return buckets[distance.clamp(max=len(buckets) - 1)]
 
     def _buckets(self) -> Tensor:
         """Bucket of each distance from zero to the first that all larger ones share the bucket of."""
         # float64, which not every device has: at a bucket's edge a rounded logarithm would fall on the wrong side
-        distance = torch.arange(max(self.size, math.ceil(self.max_distance)) + 1, dtype=torch.float64, device="cpu")
+        largest = max(self.size, math.ceil(self.max_distance))
+        return self._of(torch.arange(largest + 1, dtype=torch.float64, device="cpu"))
+
+    def _of(self, distance: Tensor) -> Tensor:
         return BUCKETS[self.kind](distance, self.exact, self.buckets, self.max_distance).long().clamp(max=self.size)
 
     def index(self, offset: Tensor) -> Tensor:

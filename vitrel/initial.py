@@ -24,7 +24,7 @@ def alibi(dh: Tensor, dw: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     Returns:
         (H, rows) and (H, columns), float64.
     """
-    slopes = 2.0 ** (-8.0 * torch.arange(1, heads + 1, dtype=torch.float64) / heads)
+    slopes = 2.0 ** (-8.0 * torch.arange(1, heads + 1, dtype=torch.float64, device=dh.device) / heads)
     return -slopes[:, None] * dh.abs(), -slopes[:, None] * dw.abs()
 
 
@@ -38,7 +38,7 @@ def convit(dh: Tensor, dw: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     Args and returns as :func:`alibi`.
     """
     side = math.isqrt(heads)
-    n = torch.arange(heads)
+    n = torch.arange(heads, device=dh.device)
     inside = n < side * side
     rows, cols = (
         -((delta.double() - torch.where(inside, place - (side - 1) / 2, 0.0)[:, None]) ** 2)

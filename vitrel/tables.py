@@ -179,10 +179,10 @@ class LearnedTable(nn.Module):
             for d, axis in zip(dims, stored_axes, strict=True):
                 old[d], known[d] = axis, axis.size if trained is None else int(trained[d])
         held = [state_dict[prefix + name] for name in self._names if prefix + name in state_dict]
-        if held:  # a file without these notes is complete, too
-            kept = torch.tensor(self._kept_trained(known, (old[0], old[1]), self.axes), device="cpu")
-            notes = {"trained": kept, **dict(self._map())}
-            state_dict.update((prefix + name, note.to(held[0].device)) for name, note in notes.items())
+        kept = self._kept_trained(known, (old[0], old[1]), self.axes) if held else self.trained_reach()
+        device = held[0].device if held else self.trained.device
+        for name, note in (("trained", torch.tensor(kept, device="cpu")), *self._map()):
+            state_dict[prefix + name] = note.to(device)  # never missing: entries without notes are complete, too
         self._noted = (0, 0)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
 
