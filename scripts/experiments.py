@@ -5,8 +5,8 @@ python scripts/experiments.py --list                                        # al
 python scripts/experiments.py --run positions learning.alibi --data.root DIR --jobs 2 --threads 1
 python scripts/experiments.py --tables                                      # tables of README.md and RESULTS.md, curves
 
-What is done is passed over, what was cut off goes on from its last epoch. Further options go to train.py as they are,
-for example --trainer.accelerator gpu.
+What is done is passed over, equal runs of two groups are trained once, and what was cut off goes on from its last
+epoch. Further options go to train.py as they are, for example --trainer.accelerator gpu.
 """
 
 import argparse

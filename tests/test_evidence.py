@@ -163,10 +163,17 @@ def test_the_driver_trains_what_is_missing_and_goes_on_after_a_stop(place, monke
     for key in ("test/acc", "test/loss", "val/acc", "sizes", "ablation"):
         assert resumed[key] == row[key]
 
+    (place / "experiments" / "other.yaml").write_text(SMALL.replace("  bias:", "  again:"))
+    (again,) = plans.plan(["other.again.0"])
+    assert trainer.train([again], jobs=1) == []  # the same run in another group is not trained anew
+    assert len(calls) == 5
+    assert rows.read("other")[0]["test/acc"] == row["test/acc"]
+    (place / "experiments" / "other.yaml").unlink()
+
     (place / "base.yaml").write_text(BASE.replace("batch_size: 8", "batch_size: 6"))
     changed = plans.plan()[0]
     assert trainer.train([changed], jobs=1) == []  # what was trained with other settings is no part of it
-    assert "--ckpt_path" not in calls[4]
+    assert "--ckpt_path" not in calls[5]
     assert rows.read("small")[0]["settings"]["data.batch_size"] == 6
     assert len(rows.read("small")[0]["val/acc"]) == 2
 

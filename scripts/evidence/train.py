@@ -88,8 +88,17 @@ class Trainer:
         return None
 
     def _parts(self, run: Planned) -> list[Path]:
-        """The run folders of a run with its settings, the newest last: one that was resumed has several."""
-        folders = [p for p in (self.runs / run.name).glob("version_*") if p.name[8:].isdigit()]
+        """The run folders of a run, the newest last, or of one in another group that was the same and has ended."""
+        for folder in (self.runs / run.name, *sorted(self.runs.glob(f"*.*.{run.seed}"))):
+            parts = self._versions(folder, run)
+            if any((part / "results.json").is_file() for part in parts):
+                return parts
+        return self._versions(self.runs / run.name, run)
+
+    @staticmethod
+    def _versions(folder: Path, run: Planned) -> list[Path]:
+        """The versions of a run folder that have the run's settings: one that was resumed has several."""
+        folders = [p for p in folder.glob("version_*") if p.name[8:].isdigit()]
         return [
             folder
             for folder in sorted(folders, key=lambda p: int(p.name[8:]))
