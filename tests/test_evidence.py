@@ -194,7 +194,7 @@ def test_a_table_says_what_it_holds(place):
     found, missing = tables.by_row("small")
     assert missing == ["none (seed 0)"]
     assert tables.percent(found["bias"]) == "55.0 (50.0, 60.0)"
-    assert tables.kept(found["bias"]) == "82, interpolate"  # the mean of 90 and 75
+    assert tables.kept(found["bias"]) == "82.5, interpolate"  # the mean of 90 and 75
     assert tables.fill("a\n<!-- table: cost -->\nold\n<!-- end -->\nb").startswith(
         "a\n<!-- table: cost -->\n| none = 1 |"
     )

@@ -98,7 +98,7 @@ def kept(runs: Runs, size: int = 48) -> str:
         return ""
     parts = {rule: 100 * fmean(at[rule] / whole for at, whole in found) for rule in rules}
     best = max(parts, key=lambda rule: parts[rule])
-    return f"{parts[best]:.0f}" + ("" if best == "none" else f", {best}")
+    return f"{parts[best]:.1f}" + ("" if best == "none" else f", {best}")
 
 
 def sizes() -> str:
