@@ -5,8 +5,8 @@ import torch
 import vitrel
 from vitrel.grid import AxisDistance
 from vitrel.initial import LOCAL, alibi, convit
+from vitrel.learned import LearnedTable
 from vitrel.relpos import RelPos
-from vitrel.tables import LearnedTable
 
 
 def test_alibi_of_eight_heads_is_that_of_the_paper_on_each_axis():

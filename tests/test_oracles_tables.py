@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from oracles import assert_attention, bias_of, close, flat_state, oracle, place, split, thirds
 
 from vitrel import RelPos
+from vitrel.computed import MlpTable
 from vitrel.grid import AxisDistance, Grid
 from vitrel.originals import flat_table, levit_table, sam_axis, tf_table
 from vitrel.position import PositionTerms
 from vitrel.resize import resize_table
-from vitrel.tables import MlpTable
 
 
 @pytest.mark.parametrize("name", ["scalar__timm_relposbias", "scalar__timm_relposbias_cls"])

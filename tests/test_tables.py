@@ -3,15 +3,11 @@ import math
 import pytest
 import torch
 
+from vitrel.computed import MlpTable, SinusoidTable
 from vitrel.grid import AxisDistance, Grid
+from vitrel.learned import LearnedTable
+from vitrel.lookup import axis_lookup, lookup
 from vitrel.resize import resize_table
-from vitrel.tables import (
-    LearnedTable,
-    MlpTable,
-    SinusoidTable,
-    axis_lookup,
-    lookup,
-)
 
 
 def axes(rows, cols, **kwargs):

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from vitrel import relativized as _relativized  # noqa: F401  registers the models with timm
 from vitrel import zoo as _zoo  # noqa: F401
 from vitrel.ablate import switched_off
-from vitrel.attention import RelativeAttention2d, explain
+from vitrel.attention import RelativeAttention2d
 from vitrel.convert import from_timm
+from vitrel.explanation import explain
 from vitrel.family import position_parameters
 from vitrel.maps import bias_maps, coverage, term_maps
 from vitrel.measures import head_numbers

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrel.grid import Grid, Where
+from vitrel.lookup import lookup
 from vitrel.masks import mask_scores, masked_softmax
 from vitrel.position import Position
 from vitrel.profiles import (
@@ -29,7 +30,6 @@ from vitrel.profiles import (
     table_values,
 )
 from vitrel.rotary import rotate
-from vitrel.tables import lookup
 from vitrel.terms import CONTENT, TERMS
 
 

@@ -1,8 +1,8 @@
-"""Multi-head self-attention on a patch grid with relative position: ``RelativeAttention2d``, and ``explain``."""
+"""Multi-head self-attention on a patch grid with relative position: ``RelativeAttention2d``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -10,10 +10,11 @@ from timm.layers import Attention, register_notrace_module
 from torch import Tensor, nn
 
 from vitrel import attend
-from vitrel.backends import BACKENDS, Case, check, choose, extra_numbers, traced, unsuited, why
+from vitrel.backends import BACKENDS, Case, check, choose, traced, why
 from vitrel.grid import Grid, Where
 from vitrel.masks import masked_softmax
 from vitrel.position import Position, PositionTerms
+from vitrel.recomputed import Recomputed
 from vitrel.relpos import RelPos
 
 _is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # torch 2.6 has the second alone
@@ -37,36 +38,6 @@ class Memory:
     def seen(self) -> Grid:
         """The grid of the keys: the rows above and the strip."""
         return Grid(self.strip.top + self.strip.rows, self.strip.cols)
-
-
-@dataclass
-class Recomputed:
-    """Grids (h, w) of the batches whose blocks gradient checkpointing will compute again, in the backward pass."""
-
-    grids: set[tuple[int, int]] = field(default_factory=set)
-    begun: bool = False
-
-    def add(self, grid: tuple[int, int]) -> None:
-        if self.begun:
-            self.grids, self.begun = set(), False
-        self.grids.add(grid)
-
-    def check(self, grid: tuple[int, int]) -> None:
-        """In a backward pass, see that ``grid`` is that of every batch.
-
-        Raises:
-            ValueError: If a block may be computed again on the grid of another batch.
-        """
-        if torch._C._current_graph_task_id() == -1:
-            return
-        self.begun = True
-        if self.grids != {grid}:
-            seen = " and ".join(f"{h}x{w}" for h, w in sorted({*self.grids, grid}))
-            raise ValueError(
-                f"dynamic_img_size: batches of {seen} patches came before one backward pass, in which gradient "
-                "checkpointing computes blocks again on the last grid; take a backward pass for each grid, or leave "
-                "checkpointing out"
-            )
 
 
 @register_notrace_module  # torch.fx sees one node: what runs depends on the number of tokens, which a trace has not
@@ -321,60 +292,3 @@ def _same_layers(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
     new = kind.__new__(kind)
     new.__dict__.update({k: v.copy() if isinstance(v, (dict, set)) else v for k, v in module.__dict__.items()})
     return new
-
-
-@dataclass(frozen=True)
-class BlockReport:
-    """What one attention layer does: its block's name, terms, backend, reason, and extra bytes per image."""
-
-    block: str
-    terms: str
-    grid: str
-    backend: str
-    why: str
-    extra_bytes: int
-
-
-class Explanation(list[BlockReport]):
-    """One ``BlockReport`` per relative attention; prints as a table."""
-
-    def __str__(self) -> str:
-        if not self:
-            return "no relative attention in this model"
-        head = ("block", "terms", "grid", "backend", "extra MB", "why")
-        rows = [(r.block, r.terms, r.grid, r.backend, f"{r.extra_bytes / 1e6:.2f}", r.why) for r in self]
-        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-        return "\n".join(
-            "  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
-        )
-
-    __repr__ = __str__
-
-
-def explain(model: nn.Module) -> Explanation:
-    """Per relative attention: the terms, the backend taken, why, and the bytes that position adds for one image.
-
-    Says it for the model as it is: in training mode what a step takes, else what inference takes, not traced, on the
-    device and with the type of its parameters. The bytes are what the forward pass holds for one image beyond plain
-    fused attention, by count of the largest tensors.
-    """
-    reports = Explanation()
-    for name, attn in model.named_modules():
-        if isinstance(attn, RelativeAttention2d):
-            terms = "+".join(attn.rel_pos.terms) or "none"
-            grid = "x".join(map(str, attn.grid_size))
-            backend, reason = "dense", "fused attention is off (timm.layers.set_fused_attn)"
-            if attn.fused_attn:
-                refused = None if attn.backend == "auto" else unsuited(attn.backend, _case(attn))
-                backend = attn.backend if refused else attn.choose(_case(attn))
-                reason = f"asked for, but {refused}: a call raises" if refused else attn.why(backend, _case(attn))
-            numbers = extra_numbers(backend, _case(attn), attn.position_terms.axes, attn.grid_size, attn.head_dim)
-            extra = numbers * attn.num_heads * attn.proj.weight.element_size()
-            reports.append(BlockReport(name.removesuffix(".attn"), terms, grid, backend, reason, extra))
-    return reports
-
-
-def _case(attn: RelativeAttention2d) -> Case:
-    tokens = attn.num_prefix_tokens + attn.grid_size[0] * attn.grid_size[1]
-    dropout = attn.training and attn.attn_drop.p > 0
-    return Case(attn.rel_pos, tokens, attn.proj.weight.device.type, grad=attn.training, dropout=dropout)

@@ -14,8 +14,8 @@ from vitrel.attend import dense, reference
 from vitrel.blocked import block_numbers, blocked
 from vitrel.folded import folded
 from vitrel.grid import Grid
+from vitrel.lookup import Axes
 from vitrel.relpos import RelPos
-from vitrel.tables import Axes
 from vitrel.terms import TERMS
 from vitrel.written import written
 

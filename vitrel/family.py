@@ -9,9 +9,10 @@ import torch
 from timm.models.deit import VisionTransformerDistilled
 from torch import Tensor, nn
 
-from vitrel.attention import Recomputed, RelativeAttention2d
+from vitrel.attention import RelativeAttention2d
 from vitrel.grid import Grid, Points
 from vitrel.position import PositionTerms
+from vitrel.recomputed import Recomputed
 from vitrel.relpos import RelPos
 
 

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrel.grid import Where, offsets
+from vitrel.lookup import Axes
 from vitrel.masks import mask_scores
 from vitrel.position import Position
 from vitrel.profiles import content_inputs, gather_scores, scatter_values, table_queries
-from vitrel.tables import Axes
 
 
 def folded(

@@ -1,5 +1,6 @@
-"""Initial values of scalar tables that favour near patches. Both are sums over the axes, so that separable tables hold
-them exactly.
+"""How parameters of position begin: a normal or zeros, or scalar tables that favour near patches.
+
+The latter are sums over the axes, so that separable tables hold them exactly.
 """
 
 from __future__ import annotations
@@ -8,7 +9,16 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from timm.layers import trunc_normal_
+from torch import Tensor, nn
+
+
+def fill(parameter: Tensor, std: float) -> None:
+    """Fill with a truncated normal, or with zeros for a standard deviation of 0."""
+    if std:
+        trunc_normal_(parameter, std=std)
+    else:
+        nn.init.zeros_(parameter)
 
 
 def alibi(dh: Tensor, dw: Tensor, heads: int) -> tuple[Tensor, Tensor]:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from vitrel.attention import RelativeAttention2d
+from vitrel.lookup import lookup
 from vitrel.position import Position
 from vitrel.probe import Probe, Seen, in_parts, probes, scattered
-from vitrel.tables import lookup
 from vitrel.terms import TERMS
 
 

@@ -9,10 +9,12 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from vitrel.computed import MlpTable, SinusoidTable
 from vitrel.initial import LOCAL
+from vitrel.learned import LearnedTable
+from vitrel.lookup import Axes, Tables
 from vitrel.relpos import RelPos
 from vitrel.rotary import AxialFrequencies, MixedFrequencies
-from vitrel.tables import Axes, LearnedTable, MlpTable, SinusoidTable, Tables
 from vitrel.terms import TERMS, Term
 
 T = TypeVar("T")

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrel.grid import Grid, Where, offsets
+from vitrel.lookup import Tables, axis_lookup
 from vitrel.position import Position
 from vitrel.rotary import angles, turn
-from vitrel.tables import Tables, axis_lookup
 
 
 def patch_offsets(q_grid: Where, k_grid: Where, device: torch.device) -> tuple[Tensor, Tensor]:

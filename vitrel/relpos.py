@@ -13,8 +13,8 @@ from typing import Any
 
 from vitrel.grid import BUCKETS, AxisDistance
 from vitrel.initial import LOCAL
+from vitrel.lookup import Axes
 from vitrel.resize import RESIZE
-from vitrel.tables import Axes
 from vitrel.terms import TERMS
 
 _PIECEWISE = {"distance": "piecewise", "exact": 1.9, "buckets": 3.8, "max_distance": 15.2}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrel.grid import Where
-from vitrel.tables import Axes, Tables
+from vitrel.lookup import Axes, Tables
 
 
 class AxialFrequencies(nn.Module):

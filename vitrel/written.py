@@ -19,10 +19,10 @@ from vitrel.attend import dense_bias
 from vitrel.firstorder import FirstOrder
 from vitrel.folded import line_entries, one_hot_lines
 from vitrel.grid import Grid, Where
+from vitrel.lookup import Axes
 from vitrel.masks import mask_scores
 from vitrel.position import Position
 from vitrel.profiles import content_inputs, prefix_bias
-from vitrel.tables import Axes
 
 
 def written(

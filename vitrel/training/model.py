@@ -15,7 +15,7 @@ from timm.models import save_for_hf
 from torch import nn
 
 import vitrel
-from vitrel.tables import LearnedTable
+from vitrel.learned import LearnedTable
 from vitrel.training.checkpoint import check_agreement, check_function, stored_config, weights_file
 from vitrel.training.config import suggest
 from vitrel.training.fileio import ConfigError, one_line, whole_folder

@@ -21,8 +21,8 @@ from torch import nn
 
 from vitrel.ablate import switchable, switched_off
 from vitrel.attention import RelativeAttention2d
+from vitrel.learned import LearnedTable
 from vitrel.resize import RESIZE
-from vitrel.tables import LearnedTable
 from vitrel.training.data import PictureDataModule, normalize
 from vitrel.training.fileio import ConfigError
 from vitrel.training.transforms import InputConfig

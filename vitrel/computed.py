@@ -1,0 +1,138 @@
+"""Relative position tables that are computed: sinusoids through a projection, or an MLP over coordinates."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from timm.layers import Mlp
+from torch import Tensor, nn
+
+from vitrel.initial import fill
+from vitrel.lookup import Axes, Tables
+
+
+class SinusoidTable(nn.Module):
+    """Transformer-XL's R: the sinusoid of each offset through a learned projection, one per axis.
+
+    ``R(Δ) = W_h r(Δh) + W_w r(Δw)`` with ``r(Δ) = [sin(Δ f) | cos(Δ f)]``, ``f_n = 10000^(-2n/D)`` (Dai et al.,
+    arXiv 1901.02860, eq. 5). A joint table of two such halves is the same sum, so there is only this separable one.
+
+    Args:
+        heads: H, or 1 for one table shared by all heads.
+        axes: Distance maps of rows and columns (``clamp``, directed).
+        width: d for a vector table, None for a scalar one.
+        sinusoid_width: D, even; the model's width in the original.
+        init_std: Standard deviation of the projections; 0 fills them with zeros.
+
+    Raises:
+        ValueError: If ``sinusoid_width`` is odd.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        axes: Axes,
+        width: int | None = None,
+        *,
+        sinusoid_width: int,
+        init_std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if sinusoid_width % 2:
+            raise ValueError(f"sinusoid_width: expected an even number, got {sinusoid_width}")
+        self.heads, self.width, self.axes = heads, width, axes
+        self.sinusoid_width, self.init_std = sinusoid_width, init_std
+        out = heads * (1 if width is None else width)
+        self.proj_h = nn.Parameter(torch.empty(out, sinusoid_width, device=device, dtype=dtype))
+        self.proj_w = nn.Parameter(torch.empty(out, sinusoid_width, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        fill(self.proj_h, self.init_std)
+        fill(self.proj_w, self.init_std)
+
+    def forward(self, axes: Axes | None = None) -> Tables:
+        return tuple(
+            self._entries(proj, axis.size)
+            for proj, axis in zip((self.proj_h, self.proj_w), axes or self.axes, strict=True)
+        )
+
+    def set_axes(self, axes: Axes) -> None:
+        """Take other distances; nothing is resized, since the entries follow from the projections."""
+        self.axes = axes
+
+    def _entries(self, proj: Tensor, size: int) -> Tensor:
+        distance = torch.arange(-size, size + 1, device=proj.device)
+        dtype = torch.promote_types(proj.dtype, torch.float32)
+        table = sinusoid(distance, self.sinusoid_width, dtype).to(proj.dtype) @ proj.T
+        shape = (len(distance), self.heads) if self.width is None else (len(distance), self.heads, self.width)
+        return table.reshape(shape).transpose(0, 1)
+
+
+def sinusoid(distance: Tensor, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Sinusoid encoding of signed distances, ``[sin | cos]``, shape (len(distance), width)."""
+    frequency = 10000.0 ** (-torch.arange(0, width, 2, device=distance.device, dtype=dtype) / width)
+    angle = distance[:, None] * frequency
+    return torch.cat([angle.sin(), angle.cos()], dim=-1)
+
+
+class MlpTable(nn.Module):
+    """A joint scalar table made by a small MLP from log-spaced offsets (Swin V2, arXiv 2111.09883, section 3.3).
+
+    Coordinates per axis, with g = K + 1 the side of the grid:
+
+    * ``swin``: ``sign(Δ) log2(1 + 8 |Δ| / (g - 1)) / 3``, output ``16 sigmoid(MLP)``, second layer without bias;
+    * ``cr``: ``sign(Δ) ln(1 + |Δ|)``, output ``MLP`` (timm's RelPosMlp in mode ``cr``).
+
+    Args:
+        heads: H, or 1 for one table shared by all heads.
+        axes: Distance maps of rows and columns (``clamp``, directed).
+        coords: ``swin`` or ``cr``.
+        hidden: Width of the hidden layer.
+        norm_size: Sides (h, w) that ``swin`` divides by, those of the pretrained window; None for the grid's own.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        axes: Axes,
+        *,
+        coords: str = "swin",
+        hidden: int = 512,
+        norm_size: tuple[int, int] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.axes, self.coords, self.norm_size = axes, coords, norm_size
+        bias = (True, coords == "cr")
+        self.mlp = Mlp(2, hidden, heads, act_layer=nn.ReLU, bias=bias, drop=0.0, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.mlp.fc1.reset_parameters()
+        self.mlp.fc2.reset_parameters()
+
+    def forward(self, axes: Axes | None = None) -> Tables:
+        axes, weight = axes or self.axes, self.mlp.fc1.weight
+        norm = self.norm_size or tuple(axis.size + 1 for axis in axes)
+        rows, cols = (
+            self._log_coords(torch.arange(-axis.size, axis.size + 1, device="cpu"), side)
+            for axis, side in zip(axes, norm, strict=True)
+        )
+        coords = torch.stack(torch.meshgrid(rows, cols, indexing="ij"), -1).to(weight.device, weight.dtype)
+        table = self.mlp(coords).movedim(-1, 0)
+        return (16 * table.sigmoid() if self.coords == "swin" else table,)
+
+    def set_axes(self, axes: Axes) -> None:
+        """Take other distances; the MLP gives their entries."""
+        self.axes = axes
+
+    def _log_coords(self, delta: Tensor, side: int) -> Tensor:
+        delta = delta.double()
+        if self.coords == "swin":
+            return delta.sign() * torch.log2(1 + 8 * delta.abs() / max(side - 1, 1)) / math.log2(8)
+        return delta.sign() * torch.log(1 + delta.abs())
