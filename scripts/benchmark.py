@@ -8,7 +8,8 @@ python scripts/benchmark.py --what memory --grids 32 64 --presets bias txl --pee
 python scripts/benchmark.py --what strips --presets bias txl                        # tall images by height
 python scripts/benchmark.py --what loader --config cifar100.yaml --data.root DIR    # an epoch against tensors in memory
 
-A preset may carry a table and prefix tokens: bias, bias:joint, txl:prefix=5. Prints Markdown; --json FILE keeps it all.
+A preset may carry a table and prefix tokens: bias, bias:joint, txl:prefix=5; for train and model, learned is timm's
+absolute embedding. Prints Markdown; --json FILE keeps it all.
 """
 
 import argparse
@@ -50,6 +51,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--compile", action="store_true", help="torch.compile the models")
+    parser.add_argument("--peak", action="store_true", help="for model and train, peak memory as well")
     parser.add_argument("--steps", type=int, default=100, help="for loader")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--json", type=Path, help="file to keep the rows in")

@@ -164,7 +164,7 @@ def presets() -> str:
         runs = rows.get(name.replace("swin", "bias_joint").replace("+", "_"), [])
         reached = [percent(runs), kept(runs)] if runs else ["", ""]
         shown = "learned absolute" if name == "learned" else f"`{name}`"
-        cells.append([shown, words, f"{count:,}", f"{ratios[name]:.2f}" if name in ratios else "", *reached])
+        cells.append([shown, words, f"{count:,}", f"{ratios[name]:.2f}", *reached])
     return markdown(
         ["preset", "terms", "parameters", "training step", "CIFAR-100, 10 epochs", "kept at 48 px, %"], cells
     )
@@ -176,9 +176,12 @@ def _costs() -> list[Row]:
 
 
 def cost() -> str:
-    """Time of a training step of each preset."""
-    cells = [[r["name"], f"{r['seconds']:.3f}", *(f"{r[k]:.2f}" for k in ("ratio", "from", "to"))] for r in _costs()]
-    return markdown(["none = 1", "seconds", "ratio", "from", "to"], cells)
+    """Time and peak memory of a training step of each preset."""
+    cells = [
+        [r["name"], f"{r['seconds']:.3f}", *(f"{r[k]:.2f}" for k in ("ratio", "from", "to")), f"{r['peak MB']:.0f}"]
+        for r in _costs()
+    ]
+    return markdown(["none = 1", "seconds", "ratio", "from", "to", "peak MB"], cells)
 
 
 TABLES: dict[str, Callable[[], str]] = {
