@@ -41,6 +41,14 @@ def test_a_model_folder_gives_the_logits_back_exactly(tmp_path, rel_pos):
     assert isinstance(written["model_args"]["rel_pos"], dict)  # no name whose meaning may change
 
 
+def test_a_run_does_not_carry_the_licence_of_the_weights_that_timm_lists(tmp_path):
+    model = noisy(arch="vitrel_micro_patch4_32")
+    assert model.pretrained_cfg["license"] == "apache-2.0"
+    save_model_folder(model, tmp_path / "model", ["a", "b", "c"], DATA)
+    known = json.loads((tmp_path / "model" / "config.json").read_text())["pretrained_cfg"]
+    assert not {"license", "tag", "url", "hf_hub_id", "file"} & set(known)
+
+
 def test_a_new_folder_replaces_the_old_one_and_leaves_nothing_beside(tmp_path):
     for seed_names in (["a", "b", "c"], ["x", "y", "z"]):
         save_model_folder(noisy(), tmp_path / "model", seed_names, DATA)

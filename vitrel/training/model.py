@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -112,6 +113,10 @@ def save_model_folder(
             safe_serialization=True,
             data_config=dict(data_config),
         )
+        written = json.loads((beside / "config.json").read_text(encoding="utf-8"))
+        for key in ("tag", "license"):  # those of the weights that timm lists for the architecture
+            written["pretrained_cfg"].pop(key, None)
+        (beside / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
 def _strips(model: nn.Module) -> dict[str, Any]:
