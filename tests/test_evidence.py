@@ -65,7 +65,7 @@ def test_names_choose_runs(place):
     assert bias.settings["model.rel_pos.terms"] == ["bias"]
     assert none.settings["model.rel_pos"] is None
     assert (bias.settings["trainer.max_epochs"], bias.settings["data.batch_size"]) == (2, 8)
-    assert not {"seed", "name", "data.root"} & set(bias.settings)
+    assert not {"seed", "name", "data.root", "model.rel_pos.resize"} & set(bias.settings)
     assert (bias.own, none.own) == ("rel_pos bias", "rel_pos None, img_size [16, 24]")
 
 

@@ -116,6 +116,7 @@ def _text(value: Any) -> str:
 
 _APART = ("name", "runs", "seed", "ckpt_path", "logger", "data.root", "data.num_workers", "trainer.accelerator")
 """Settings that leave the result as it is, or are kept beside it."""
+_TESTED = "model.rel_pos.resize"  # every rule is, after training at one size
 
 
 def identity(config: TrainConfig) -> Settings:
@@ -124,7 +125,7 @@ def identity(config: TrainConfig) -> Settings:
     if tree["model"]["rel_pos"] is not None:
         tree["model"]["rel_pos"] = RelPos.of(tree["model"]["rel_pos"]).as_dict()
     settings = json.loads(json.dumps(_flat(tree)))
-    return {key: value for key, value in settings.items() if not key.startswith(_APART)}
+    return {key: value for key, value in settings.items() if key != _TESTED and not key.startswith(_APART)}
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
