@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrel.grid import Grid, Where
-from vitrel.lookup import lookup
-from vitrel.masks import mask_scores, masked_softmax
+from vitrel.lookup import lookup, within
+from vitrel.masks import mask_scores, masked_softmax, seen_pairs
 from vitrel.position import Position
 from vitrel.profiles import (
     content_inputs,
@@ -40,7 +40,7 @@ def reference_terms(q: Tensor, k: Tensor, position: Position, q_grid: Where, k_g
 
     Returns:
         Term name (``content`` first, ``prefix`` last) to (B, H, Lq, Lk); 0 where a term does not reach prefix tokens.
-        ``value`` acts on the output and is left out.
+        Terms of the output are left out.
     """
     q_prefix, k_prefix = q.shape[2] - q_grid.patches, k.shape[2] - k_grid.patches
     dh, dw = patch_offsets(q_grid, k_grid, q.device)
@@ -50,7 +50,7 @@ def reference_terms(q: Tensor, k: Tensor, position: Position, q_grid: Where, k_g
     terms = {"content": position.scales["content"] * content}
     for name in position.terms:
         term = TERMS[name]
-        if name == "value":
+        if term.output:
             continue
         if position.frequencies is not None and term.table in ("axial", "mixed"):
             turned = rotate(q, position.frequencies, q_grid), rotate(k, position.frequencies, k_grid)
@@ -84,15 +84,20 @@ def reference(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """The formulas as written: scores, mask, softmax, weighted sum of v + V(Δ). Returns (B, H, Lq, d)."""
+    """The formulas as written: scores, mask, softmax, weighted sum of v + V(Δ), and W(Δ) v. Returns (B, H, Lq, d)."""
     weights = masked_softmax(reference_scores(q, k, position, q_grid, k_grid), attn_mask)
     weights = F.dropout(weights, dropout_p)
     out = weights @ v
-    if "value" in position.terms:
-        q_prefix, k_prefix = q.shape[2] - q_grid.patches, k.shape[2] - k_grid.patches
-        table = lookup(position.tables["value"], position.axes, *patch_offsets(q_grid, k_grid, q.device))
-        between = weights[:, :, q_prefix:, k_prefix:]
-        out = out + F.pad(TERMS["value"].formula(between, k, v, table), (0, 0, q_prefix, 0))
+    q_prefix, k_prefix = q.shape[2] - q_grid.patches, k.shape[2] - k_grid.patches
+    between, values = weights[:, :, q_prefix:, k_prefix:], v[:, :, k_prefix:]
+    for name in (t for t in position.terms if TERMS[t].output):
+        if name == "kernel":
+            table = kernel_weights(position, q_grid, k_grid, q.device)
+            if attn_mask is not None:
+                table = table * seen_pairs(attn_mask).expand(weights.shape)[:, :, q_prefix:, k_prefix:]
+        else:
+            table = lookup(position.tables[name], position.axes, *patch_offsets(q_grid, k_grid, q.device))
+        out = out + F.pad(TERMS[name].formula(between, values, values, table), (0, 0, q_prefix, 0))
     return out
 
 
@@ -108,7 +113,7 @@ def dense(
 ) -> Tensor:
     """Fused attention with the position terms as one additive bias (B or 1, H, Lq, Lk). Returns (B, H, Lq, d).
 
-    A value term needs the weights, so that its softmax is written out.
+    A value term needs the weights, so that its softmax is written out. The kernel term is left to ``convolve``.
     """
     bias = dense_bias(q, k, position, q_grid, k_grid)
     q, k = content_inputs(q, k, position, q_grid, k_grid)
@@ -203,3 +208,33 @@ def weigh(weights: Tensor, v: Tensor, position: Position, q_grid: Where, k_grid:
         ]
         value = sum_of(parts)
     return out + F.pad(value, (0, 0, q_prefix, 0)).to(out.dtype)
+
+
+def kernel_weights(position: Position, q_grid: Where, k_grid: Where, device: torch.device) -> Tensor:
+    """W(Δ) of the kernel term between patches, (B or 1, H, Lq, Lk); 0 where ``clamp`` would repeat the last entry."""
+    delta = patch_offsets(q_grid, k_grid, device)
+    inside = within(position.axes, *delta)
+    return lookup(position.tables["kernel"], position.axes, *delta).masked_fill(~inside[:, None], 0)
+
+
+def convolve(
+    v: Tensor, position: Position, q_grid: Where, k_grid: Where, q_prefix: int, attn_mask: Tensor | None = None
+) -> Tensor:
+    """The kernel term's summand of the output, (B, H, Lq, d), 0 for prefix tokens; a hidden key has weight 0."""
+    k_prefix = v.shape[2] - k_grid.patches
+
+    def make() -> Tensor:
+        return kernel_weights(position, q_grid, k_grid, v.device).to(v.dtype)
+
+    full = isinstance(q_grid, Grid) and isinstance(k_grid, Grid)
+    weights = position.recall(("kernel", q_grid, k_grid, v.dtype), make) if full else make()
+    if attn_mask is not None:
+        seen = seen_pairs(attn_mask)
+        seen = seen.expand(torch.broadcast_shapes(seen.shape, (q_prefix + q_grid.patches, v.shape[2])))
+        weights = weights * seen[..., q_prefix:, k_prefix:]
+    values = v[:, :, k_prefix:]
+    if len(weights) == 1:  # one product per head for all images
+        out = torch.einsum("hij,bhjd->bhid", weights[0], values)
+    else:
+        out = torch.einsum("bhij,bhjd->bhid", weights, values)
+    return F.pad(out, (0, 0, q_prefix, 0))

@@ -192,6 +192,8 @@ class RelativeAttention2d(Attention):
             scores = attend.dense_scores(q, k, position, q_where, k_where)
             weights = self.attn_drop(masked_softmax(scores, attn_mask))
             out = attend.weigh(weights, v, position, q_where, k_where)
+            if "kernel" in position.terms:
+                out = out + attend.convolve(v, position, q_where, k_where, self.num_prefix_tokens, attn_mask)
         return self._project(out, x)
 
     def choose(self, case: Case) -> str:
@@ -258,7 +260,7 @@ class RelativeAttention2d(Attention):
     def terms(self, x: Tensor) -> dict[str, Tensor]:
         """Each term's summand of ``scores(x)``: term name to (B, H, L, L), ``content`` first.
 
-        ``rotary`` is what turning changes of the content term. ``value`` acts on the output and has no summand.
+        ``rotary`` is what turning changes of the content term. Terms of the output (``value``, ``kernel``) have none.
         """
         q_where, k_where, position = self._where(None)
         q, k, _ = self._qkv(x, q_where)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,21 +11,44 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vitrel.attend import dense, reference
+from vitrel.attend import convolve, dense, reference
 from vitrel.blocked import block_numbers, blocked
 from vitrel.folded import folded
-from vitrel.grid import Grid
+from vitrel.grid import Grid, Where
 from vitrel.lookup import Axes
+from vitrel.position import Position
 from vitrel.relpos import RelPos
 from vitrel.terms import TERMS
 from vitrel.written import written
 
-BACKENDS: dict[str, Callable[..., Tensor]] = {
+Form = Callable[..., Tensor]
+
+
+def _with_kernel(form: Form) -> Form:
+    """A form of attention and the kernel term, which does not depend on its weights."""
+
+    @functools.wraps(form)
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        position: Position,
+        q_grid: Where,
+        k_grid: Where,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+    ) -> Tensor:
+        out = form(q, k, v, position, q_grid, k_grid, attn_mask, dropout_p)
+        if "kernel" not in position.terms:
+            return out
+        return out + convolve(v, position, q_grid, k_grid, q.shape[2] - q_grid.patches, attn_mask)
+
+    return attend
+
+
+BACKENDS: dict[str, Form] = {
     "reference": reference,
-    "dense": dense,
-    "written": written,
-    "folded": folded,
-    "blocked": blocked,
+    **{form.__name__: _with_kernel(form) for form in (dense, written, folded, blocked)},
 }
 
 # Tokens from which a separable scheme is faster, or as fast and much smaller, without its bias or weights being held.
@@ -166,22 +190,23 @@ def why(backend: str, case: Case) -> str:
 def extra_numbers(backend: str, case: Case, axes: Axes, grid_size: tuple[int, int], head_dim: int) -> int:
     """Numbers per head and image that the forward pass holds beyond plain fused attention: its largest tensors."""
     (h, w), spec, tokens = grid_size, case.rel_pos, case.tokens
-    reads = [t for t in spec.terms if TERMS[t].reads and t != "v"]
-    contents = [t for t in reads if TERMS[t].needs_input and t != "value"]
+    reads = [t for t in spec.terms if TERMS[t].reads and t not in ("v", "kernel")]
+    contents = [t for t in reads if TERMS[t].needs_input and not TERMS[t].output]
+    kernel = (h * w) ** 2 if "kernel" in spec.terms else 0
     if backend == "reference":
         return tokens * tokens * (1 + len(spec.terms)) + (h * w * h * w * head_dim if reads else 0)
     if not reads and spec.prefix == "none":
-        return 0
+        return kernel
     if spec.table == "joint":
         profiles = h * w * len(contents) * math.prod(axis.entries for axis in axes)
     else:
         profiles = h * w * (h + w) * (len(contents) + ("value" in reads))
     if backend == "blocked":
-        return profiles + block_numbers(Grid(h, w), tokens)
+        return kernel + profiles + block_numbers(Grid(h, w), tokens)
     if backend == "folded":
         columns = (h + w) * len({"key" if t == "key" else "query" for t in reads if t != "value"})
-        return profiles + 3 * tokens * max(columns, h + w)
-    return profiles + tokens * tokens * (2 if backend == "dense" and "value" in reads else 1)
+        return kernel + profiles + 3 * tokens * max(columns, h + w)
+    return kernel + profiles + tokens * tokens * (2 if backend == "dense" and "value" in reads else 1)
 
 
 def traced() -> bool:

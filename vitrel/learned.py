@@ -24,6 +24,7 @@ class LearnedTable(nn.Module):
         resize: Rule by which a table of another size is loaded, a key of ``RESIZE``.
         init_std: Standard deviation of the truncated normal that fills it; 0 fills it with zeros.
         local: A key of ``LOCAL`` to fill a scalar table with instead.
+        sums: Whether entries are weights in a sum over keys, which another size has more or fewer of.
     """
 
     trained: Tensor
@@ -40,11 +41,12 @@ class LearnedTable(nn.Module):
         resize: str = "clamp",
         init_std: float = 0.0,
         local: str | None = None,
+        sums: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.axes, self.resize, self.init_std, self.local = axes, resize, init_std, local
+        self.axes, self.resize, self.init_std, self.local, self.sums = axes, resize, init_std, local, sums
         tail = () if width is None else (width,)
         rows, cols = (axis.entries for axis in axes)
         shapes = {"table": (rows, cols)} if joint else {"table_h": (rows,), "table_w": (cols,)}
@@ -80,7 +82,7 @@ class LearnedTable(nn.Module):
         if axes is None or axes == self.axes:
             return self.tables
         return tuple(
-            resize_table(table, self._table_axes(name, self.axes), self._table_axes(name, axes), self.resize)
+            self._resized(table, self._table_axes(name, self.axes), self._table_axes(name, axes))
             for name, table in zip(self._names, self.tables, strict=True)
         )
 
@@ -91,11 +93,14 @@ class LearnedTable(nn.Module):
         for name, table in zip(self._names, self.tables, strict=True):
             old, new = self._table_axes(name, self.axes), self._table_axes(name, axes)
             if new != old:  # else the parameter stays the one that an optimizer holds
-                resized = resize_table(table.detach(), old, new, self.resize)
+                resized = self._resized(table.detach(), old, new)
                 setattr(self, name, nn.Parameter(resized, requires_grad=table.requires_grad))
         self._set_trained(self._kept_trained(self.trained_reach(), self.axes, axes))
         self.axes = axes
         self._note_map()
+
+    def _resized(self, table: Tensor, old: tuple[AxisDistance, ...], new: tuple[AxisDistance, ...]) -> Tensor:
+        return resize_table(table, old, new, self.resize, sums=self.sums)
 
     def trained_reach(self) -> list[int]:
         """Largest bucket of rows and of columns that training can have reached."""
@@ -156,7 +161,7 @@ class LearnedTable(nn.Module):
                 errors.append(f"{prefix + name}: {error}")
                 state_dict[prefix + name] = parameter.detach()
                 continue
-            state_dict[prefix + name] = resize_table(stored, stored_axes, own, self.resize)
+            state_dict[prefix + name] = self._resized(stored, stored_axes, own)
             for d, axis in zip(dims, stored_axes, strict=True):
                 old[d], known[d] = axis, axis.size if trained is None else int(trained[d])
         held = [state_dict[prefix + name] for name in self._names if prefix + name in state_dict]

@@ -10,6 +10,7 @@ A table is a tuple of tensors, its axes the distance maps of rows and columns:
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from vitrel.grid import AxisDistance, Grid, offsets
@@ -33,6 +34,15 @@ def lookup(tables: Tables, axes: Axes, dh: Tensor, dw: Tensor) -> Tensor:
     ih, iw = axes[0].index(dh), axes[1].index(dw)
     read = tables[0][:, ih] + tables[1][:, iw] if len(tables) == 2 else tables[0][:, ih, iw]
     return read.transpose(0, 1)
+
+
+def within(axes: Axes, dh: Tensor, dw: Tensor) -> Tensor:
+    """Whether offsets lie within the table, boolean, of their shape: not where ``clamp`` repeats the last entry."""
+    inside = torch.ones_like(dh, dtype=torch.bool)
+    for offset, axis in zip((dh, dw), axes, strict=True):
+        if axis.kind == "clamp":
+            inside = inside & (offset.abs() <= axis.size)
+    return inside
 
 
 def axis_lookup(tables: Tables, axes: Axes, q_grid: Grid, k_grid: Grid) -> Tables:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrel.attention import RelativeAttention2d
-from vitrel.lookup import lookup
+from vitrel.lookup import lookup, within
 from vitrel.position import Position
 from vitrel.probe import Probe, Seen, in_parts, probes, scattered
 from vitrel.terms import TERMS
@@ -113,7 +113,8 @@ def term_maps(model: nn.Module, pictures: Seen | None = None) -> dict[str, dict[
     * ``query``, ``key``: the mean summand at each offset over the queries of the pictures, with its spread; without
       pictures the norms of the table's vectors;
     * ``rotary``: the mean score of turned queries and keys at each offset, with its spread; needs pictures;
-    * ``value``: the norms of V(Δ), of what is added to the output.
+    * ``value``: the norms of V(Δ), of what is added to the output;
+    * ``kernel``: W(Δ), the weight of the value of the patch there, beside its attention.
 
     The term u reads no place and has no map.
 
@@ -141,6 +142,8 @@ def term_maps(model: nn.Module, pictures: Seen | None = None) -> dict[str, dict[
             maps.update(_expected(probe))
         for term in (t for t in ("query", "key", "value") if t in terms and t not in maps):
             maps[term] = _norms(attn, term, position, grid)
+        if "kernel" in terms:
+            maps["kernel"] = TermMap("kernel", "weight of the value", table_map(attn, position, "kernel", grid))
         if maps:
             result[block] = maps
     return result
@@ -191,7 +194,8 @@ def _read(attn: RelativeAttention2d, position: Position, term: str, grid: tuple[
     device = attn.proj.weight.device
     dy = torch.arange(-(h - 1), h, device=device)[:, None].expand(-1, 2 * w - 1)
     dx = torch.arange(-(w - 1), w, device=device)[None].expand(2 * h - 1, -1)
-    return lookup(position.tables[str(TERMS[term].reads)], position.axes, -dy[None], -dx[None])[0]
+    read = lookup(position.tables[str(TERMS[term].reads)], position.axes, -dy[None], -dx[None])[0]
+    return read.masked_fill(~within(position.axes, dy, dx), 0) if term == "kernel" else read
 
 
 def _input_free_map(attn: RelativeAttention2d, terms: list[str], position: Position, grid: tuple[int, int]) -> Tensor:

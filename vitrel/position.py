@@ -117,8 +117,9 @@ class PositionTerms(nn.Module):
         std = self._init_std(term)
         if spec.source == "sinusoid":
             return SinusoidTable(heads, self.axes, width, sinusoid_width=dim, init_std=std, **dd)
-        joint = spec.table == "joint"
-        options: dict[str, Any] = {"joint": joint, "resize": spec.resize, "init_std": std, "local": local}
+        weights = term.table == "weights"
+        options: dict[str, Any] = {"joint": weights or spec.table == "joint", "sums": weights}
+        options |= {"resize": spec.resize, "init_std": std, "local": local}
         return LearnedTable(heads, self.axes, width, **options, **dd)
 
     def _init_std(self, term: Term) -> float:

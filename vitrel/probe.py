@@ -23,6 +23,7 @@ from vitrel.eva import RelativeAttentionRope
 from vitrel.grid import Grid, Points
 from vitrel.masks import masked_softmax
 from vitrel.position import Position
+from vitrel.terms import TERMS
 
 PARTS = ("both", "content", "position")
 """The attention, that of its content alone (terms content and u, which read no place), and that of the other terms."""
@@ -65,7 +66,7 @@ class Probe:
 
         Returns:
             Term name (``content`` first) to (B, H, n, patches), float32 at least. ``rotary`` is what turning changes of
-            the content. ``value`` has no summand.
+            the content. Terms of the output have no summand.
         """
         q, k = self._patches
         here = Points(self.grid.coords(q.device)[:, queries.to(q.device)], self.grid)
@@ -76,7 +77,7 @@ class Probe:
             return found.to(torch.promote_types(found.dtype, torch.float32))
 
         content = scores()
-        summands = {t: scores(t) - content for t in self.position.terms if t != "value"}
+        summands = {t: scores(t) - content for t in self.position.terms if not TERMS[t].output}
         if self.rope is not None:
             assert isinstance(self.attn, RelativeAttentionRope)
             turned = (self.attn._turn(part, self.rope) for part in self.attn._qkv(self.x, self.grid)[:2])

@@ -185,6 +185,8 @@ class RelPos:
             raise ValueError(
                 "rel_pos: source='mlp' makes joint scalar tables; use table='joint' and the bias term alone"
             )
+        if self.source != "learned" and "kernel" in self.terms:
+            raise ValueError("rel_pos: a kernel has learned weights; use source='learned', or leave 'kernel' out")
         if self.source != "learned" and (self.distance != "clamp" or not self.directed):
             raise ValueError(f"rel_pos: source={self.source!r} needs distance='clamp' and directed=True")
         if self.distance == "clamp" and (self.buckets is not None or self.exact is not None):

@@ -49,7 +49,9 @@ def _geometric(new: Tensor, old: int, size: int) -> Tensor:
 RESIZE = {"clamp": _edge, "crop": _edge, "interpolate": _interpolate, "geometric": _geometric}
 
 
-def resize_table(table: Tensor, old: tuple[AxisDistance, ...], new: tuple[AxisDistance, ...], rule: str) -> Tensor:
+def resize_table(
+    table: Tensor, old: tuple[AxisDistance, ...], new: tuple[AxisDistance, ...], rule: str, *, sums: bool = False
+) -> Tensor:
     """Fit a table to other distances, axis by axis and linearly in between; zero offset keeps its entry exactly.
 
     Args:
@@ -58,6 +60,8 @@ def resize_table(table: Tensor, old: tuple[AxisDistance, ...], new: tuple[AxisDi
         new: Distance maps to fit.
         rule: ``clamp`` and ``crop`` keep entries at their offsets (further ones repeat the last), ``interpolate``
             stretches, ``geometric`` stretches the far end more (BEiT). Computed in float32 at least.
+        sums: Entries are weights in a sum over keys: each is multiplied by the part of an old entry that it stands for,
+            so that a stretched table keeps its sum, and one that repeats its last entry adds nothing.
 
     Returns:
         The same tensor if no axis changes.
@@ -67,11 +71,15 @@ def resize_table(table: Tensor, old: tuple[AxisDistance, ...], new: tuple[AxisDi
         if a.size == b.size or a.kind != "clamp":
             continue
         offset = torch.arange(-b.size if b.directed else 0, b.size + 1, dtype=torch.float64)
-        place = RESIZE[rule](offset, a.size, b.size) + (a.size if a.directed else 0)
+        place = RESIZE[rule](offset, a.size, b.size)
+        inner = RESIZE[rule](offset - torch.where(offset == 0, -1.0, offset.sign()), a.size, b.size)
+        part = (place - inner).abs()
+        place = place + (a.size if a.directed else 0)
         left = place.floor().long().clamp(0, a.entries - 1)
         right = (left + 1).clamp(max=a.entries - 1)
         wide = wide.to(torch.promote_types(table.dtype, torch.float32))
         weight = (place - left).reshape([-1] + [1] * (table.ndim - dim - 1)).to(wide)
         lower, upper = (wide.index_select(dim, i.to(table.device)) for i in (left, right))
         wide = torch.where(weight == 0, lower, lower + weight * (upper - lower))
+        wide = wide * part.reshape(weight.shape).to(wide) if sums else wide
     return wide.to(table.dtype)

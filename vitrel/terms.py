@@ -10,6 +10,7 @@ With s = 1/sqrt(d), offset Δ = query minus key, and R, P, V read from tables:
     v        s * v.R(Δ)                vector per head, the table of the query term
     rotary   s * (Tq_i.Tk_j - q_i.k_j) T turns feature pairs by angles of (row, column)
     value    out_i += Σ_j A_ij V(Δ)    vector table, after the softmax
+    kernel   out_i += Σ_j W(Δ) v_j     joint scalar table, after the softmax: a convolution (CoAtNet, arXiv 2106.04803)
 """
 
 from __future__ import annotations
@@ -24,28 +25,31 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Term:
-    """One summand of the score, or (``value``) of the output.
+    """One summand of the score, or (``value``, ``kernel``) of the output.
 
     Attributes:
         formula: ``(q, k, vector, table) -> summand``, unscaled, broadcastable to (B, H, Lq, Lk), with ``q``
             (B, H, Lq, d), ``k`` (B, H, Lk, d), ``vector`` (H, d), and ``table`` (B, H, Lq, Lk[, d]) as read at each
-            pair. A rotary term gets q and k turned; ``value`` gets the weights (B, H, Lq, Lk) for q, and its summand is
-            one of the output, (B, H, Lq, d).
-        table: What the term brings, if anything, that is looked up by position.
+            pair. A rotary term gets q and k turned. A term of the output gets the weights (B, H, Lq, Lk) for q and v
+            for k, and its summand is (B, H, Lq, d).
+        table: What the term brings, if anything, that is looked up by position. ``weights`` is a scalar table that is
+            joint whatever the scheme's are, since a sum over the axes is no kernel, and 0 beyond its last entry.
         reads: Name of the term whose table it reads, if it reads one.
         vector: Whether it brings a vector per head, named after the term.
         scaled: Whether 1/sqrt(d) applies.
         everywhere: Whether it acts on prefix tokens too, and not only between patches.
         needs_input: Whether it depends on q, k or v.
+        output: Whether it adds to the output, after the softmax, and not to the scores.
     """
 
     formula: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-    table: Literal["scalar", "vector", "axial", "mixed"] | None = None
+    table: Literal["scalar", "vector", "axial", "mixed", "weights"] | None = None
     reads: str | None = None
     vector: bool = False
     scaled: bool = True
     everywhere: bool = False
     needs_input: bool = True
+    output: bool = False
 
 
 CONTENT = Term(lambda q, k, vector, table: torch.einsum("bhid,bhjd->bhij", q, k), everywhere=True)
@@ -68,9 +72,17 @@ TERMS: dict[str, Term] = {
     "rotary": Term(CONTENT.formula, table="axial", everywhere=True),
     "rotary_mixed": Term(CONTENT.formula, table="mixed", everywhere=True),
     "value": Term(
-        lambda weights, k, vector, table: torch.einsum("bhij,bhijd->bhid", weights, table),
+        lambda weights, v, vector, table: torch.einsum("bhij,bhijd->bhid", weights, table),
         table="vector",
         reads="value",
         scaled=False,
+        output=True,
+    ),
+    "kernel": Term(
+        lambda weights, v, vector, table: torch.einsum("bhij,bhjd->bhid", table, v),
+        table="weights",
+        reads="kernel",
+        scaled=False,
+        output=True,
     ),
 }
