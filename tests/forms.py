@@ -4,12 +4,12 @@ import torch
 
 from vitrel import RelPos
 from vitrel.attend import reference
-from vitrel.backends import Case, unsuited
+from vitrel.backends import BACKENDS, Case, unsuited
 from vitrel.grid import Grid, Points
 from vitrel.position import PositionTerms
 
 HEADS, WIDTH = 3, 8
-EVERYTHING = {"terms": ["bias", "query", "key", "u", "v", "value"], "prefix": "learned"}
+EVERYTHING = {"terms": ["bias", "query", "key", "u", "v", "value", "kernel"], "prefix": "learned"}
 
 
 def place(rel_pos, grid_size, **changes):
@@ -45,7 +45,8 @@ def mask_of(kind, q_length, k_length, batch=2):
 
 
 def compare(form, terms, q_grid, k_grid, prefix=(0, 0), mask=None, batch=2, atol=1e-11):
-    """The form's output and every gradient against the reference."""
+    """The form's output and every gradient against the reference; the form by its name, or as a function."""
+    form = BACKENDS[form] if isinstance(form, str) else form
     lengths = prefix[0] + q_grid.patches, prefix[1] + k_grid.patches
     q, k, v = inputs(*lengths, batch)
     leaves = [q, k, v, *terms.parameters()]

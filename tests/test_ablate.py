@@ -10,7 +10,7 @@ from vitrel.backends import BACKENDS, Case, unsuited
 from vitrel.probe import probes
 from vitrel.relpos import PRESETS, RelPos
 
-SCHEMES = [*PRESETS, "txl+value", "txl+bias", "rope+bias", "txl+key"]
+SCHEMES = [*PRESETS, "txl+value", "txl+bias", "rope+bias", "txl+key", "bias+kernel"]
 
 
 def model(rel_pos, backend="auto", **kwargs):

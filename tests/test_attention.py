@@ -17,7 +17,7 @@ from vitrel.relpos import PRESETS, RelPos
 
 DIM, HEADS = 16, 2
 GRIDS = [(3, 5), (5, 3), (1, 7)]
-ALL_TERMS = "bias+query+key+u+v+value"
+ALL_TERMS = "bias+query+key+u+v+value+kernel"
 SCHEMES = {
     "none": "none",
     "bias": "bias",
@@ -28,6 +28,7 @@ SCHEMES = {
     "rope+u": "rope+u",
     "sam, one table for all heads": {"preset": "sam", "share_heads": True},
     "deberta, logarithmic": {"preset": "deberta", "distance": "deberta_log", "buckets": 2, "max_distance": 4},
+    "kernel": "kernel",
     "levit": {"preset": "bias", "directed": False},
     "scale of the write-up": {"preset": "txl", "scale": "seed"},
 }
@@ -67,6 +68,12 @@ def entry(tables, head, dh, dw):
     return tables[0][head, min(max(dh, -kh), kh) + kh] + tables[1][head, min(max(dw, -kw), kw) + kw]
 
 
+def kernel_entry(table, head, dh, dw):
+    """One weight of a kernel: joint whatever the other tables are, and 0 beyond."""
+    kh, kw = table.shape[1] // 2, table.shape[2] // 2
+    return table[head, dh + kh, dw + kw] if abs(dh) <= kh and abs(dw) <= kw else 0
+
+
 def turned(x, frequencies, head, y, x_coord):
     """Feature pairs (2m, 2m+1) as complex numbers, turned by the angle of (y, x)."""
     angle = y * frequencies[0][head] + x_coord * frequencies[1][head]
@@ -88,6 +95,7 @@ def loop(attn, x):
         for head in range(HEADS):
             for i in range(length):
                 values = []
+                direct = torch.zeros(d, dtype=x.dtype)
                 for j in range(length):
                     q, k, value = qkv[b, i, 0, head], qkv[b, j, 1, head], qkv[b, j, 2, head]
                     score = s * position.vectors["u"][head] @ k if "u" in on else 0
@@ -98,6 +106,8 @@ def loop(attn, x):
                         score += s * (q @ read["query"]) if "query" in on else 0
                         score += s * (position.vectors["v"][head] @ read["query"]) if "v" in on else 0
                         score += s * (k @ read["key"]) if "key" in on else 0
+                        if "kernel" in on:
+                            direct += kernel_entry(position.tables["kernel"][0], head, yi - yj, xi - xj) * value
                         value = value + read.get("value", 0)
                     elif position.prefix is not None:
                         score += position.prefix[head, 2 if i < prefix and j < prefix else 0 if i < prefix else 1]
@@ -106,7 +116,7 @@ def loop(attn, x):
                         k = k if j < prefix else turned(k, position.frequencies, head, *divmod(j - prefix, cols))
                     scores[b, head, i, j] = s * q @ k + score
                     values.append(value)
-                out[b, head, i] = scores[b, head, i].softmax(-1) @ torch.stack(values)
+                out[b, head, i] = scores[b, head, i].softmax(-1) @ torch.stack(values) + direct
     return scores, out.transpose(1, 2).flatten(2)
 
 
@@ -164,7 +174,7 @@ def test_every_backend_equals_the_reference_in_output_and_gradients(rel_pos, tab
 def test_terms_sum_to_scores(rel_pos):
     attn, x = make((3, 5), SCHEMES[rel_pos], 1), tokens((3, 5), 1)
     terms = attn.terms(x)
-    on = [t for t in attn.rel_pos.terms if t != "value"]
+    on = [t for t in attn.rel_pos.terms if t not in ("value", "kernel")]
     assert list(terms) == ["content", *on, *(["prefix"] if attn.rel_pos.prefix == "learned" else [])]
     torch.testing.assert_close(sum(terms.values()), attn.scores(x), rtol=0, atol=1e-12)
 
@@ -395,10 +405,10 @@ def test_an_entry_that_no_pair_reads_gets_exactly_no_gradient(backend, table):
         pytest.skip(f"{backend} is for separable tables")
     attn = make((2, 3), spec, backend=backend)
     attn(tokens((2, 3))).square().sum().backward()
-    for name in ("bias", "query", "key", "value"):
+    for name in ("bias", "query", "key", "value", "kernel"):
         for parameter_name, parameter in attn.position.get_submodule(name).named_parameters():
-            read = parameter.grad.reshape(*parameter.shape[:3], -1).abs().sum(-1) if table == "joint" else None
-            if table == "joint":
+            if parameter_name == "table":
+                read = parameter.grad.reshape(*parameter.shape[:3], -1).abs().sum(-1)
                 expected = torch.zeros(7, 9, dtype=torch.bool)
                 expected[2:5, 2:7] = True
                 assert torch.equal(read.ne(0).all(0), expected)
@@ -412,7 +422,7 @@ def test_an_entry_that_no_pair_reads_gets_exactly_no_gradient(backend, table):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [*PRESETS, "shaw+kernel"])
 def test_half_precision_is_finite_and_near_float32(preset, backend, autocast, dtype):
     if not can(backend, preset):
         pytest.skip(f"{backend} is for separable tables")

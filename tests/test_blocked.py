@@ -34,18 +34,18 @@ def small_blocks(request, monkeypatch):
 @pytest.mark.parametrize("prefix", [0, 2])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_blocks_of_every_size_equal_the_reference(small_blocks, scheme, prefix, mask):
-    compare(blocked, place(SCHEMES[scheme], (4, 5), max_distance=3), GRID, GRID, (prefix, prefix), mask)
+    compare("blocked", place(SCHEMES[scheme], (4, 5), max_distance=3), GRID, GRID, (prefix, prefix), mask)
 
 
 @pytest.mark.parametrize("grids", [STRIP, CROSS], ids=["strip", "cross"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_keys_on_another_grid(small_blocks, scheme, grids):
-    compare(blocked, place(SCHEMES[scheme], (6, 5)), *grids, prefix=(1, 3), mask="padding")
+    compare("blocked", place(SCHEMES[scheme], (6, 5)), *grids, prefix=(1, 3), mask="padding")
 
 
 @pytest.mark.parametrize("scheme", ["none", "rope", "rope+u", "rope+txl"])
 def test_schemes_that_turn_the_content(small_blocks, scheme):
-    compare(blocked, place(scheme, (4, 5)), GRID, GRID, (1, 1), "boolean")
+    compare("blocked", place(scheme, (4, 5)), GRID, GRID, (1, 1), "boolean")
 
 
 def test_a_run_of_half_precision_keeps_the_type():

@@ -41,7 +41,7 @@ def loops(attn, x, rope, where, half):
     position, s = attn.position_terms(), d**-0.5
     scores = s * turned[0] @ turned[1].mT
     scores += s * torch.einsum("hd,bhjd->bhj", position.vectors["u"], k)[:, :, None]
-    values = v[:, :, None].repeat(1, 1, q.shape[2], 1, 1)
+    values, direct = v[:, :, None].repeat(1, 1, q.shape[2], 1, 1), torch.zeros_like(q)
     coords = where.coords()
     for b in range(x.shape[0]):
         points = coords[b % coords.shape[0]].tolist()
@@ -49,11 +49,18 @@ def loops(attn, x, rope, where, half):
             for j, (yj, xj) in enumerate(points):
                 sides = zip((yi - yj, xi - xj), position.axes, strict=True)
                 h, w = (max(-axis.size, min(axis.size, offset)) + axis.size for offset, axis in sides)
-                read = {name: tables[0][:, h] + tables[1][:, w] for name, tables in position.tables.items()}
+                read = {
+                    name: tables[0][:, h] + tables[1][:, w]
+                    for name, tables in position.tables.items()
+                    if name != "kernel"
+                }
                 pair = read["bias"] + s * ((q[b, :, n + i] + position.vectors["v"]) * read["query"]).sum(-1)
                 scores[b, :, n + i, n + j] += pair + s * (k[b, :, n + j] * read["key"]).sum(-1)
                 values[b, :, n + i, n + j] += read["value"]
-    out = torch.einsum("bhij,bhijd->bhid", scores.softmax(-1), values).transpose(1, 2).flatten(2)
+                if (yi - yj + position.axes[0].size, xi - xj + position.axes[1].size) == (h, w):  # within the table
+                    direct[b, :, n + i] += position.tables["kernel"][0][:, h, w, None] * v[b, :, n + j]
+    out = torch.einsum("bhij,bhijd->bhid", scores.softmax(-1), values) + direct
+    out = out.transpose(1, 2).flatten(2)
     out = attn.norm(out) * (attn.gate(x).sigmoid() if attn.gate is not None else 1)
     return scores, attn.proj(out)
 
@@ -79,7 +86,7 @@ def test_rotary_attentions_equal_the_formulas(name, place, backend):
     plain = randomize(copy.deepcopy(ROTARY[name])).double()
     kind = RelativeEvaAttention if isinstance(plain, EvaAttention) else RelativeAttentionRope
     attn = kind.from_attention(
-        plain, grid_size=(2, 3), rel_pos="txl+bias+key+value", num_prefix_tokens=2, backend=backend
+        plain, grid_size=(2, 3), rel_pos="txl+bias+key+value+kernel", num_prefix_tokens=2, backend=backend
     )
     randomize(attn, "position.", std=0.7)
     x = torch.randn(2, 8, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
@@ -103,7 +110,7 @@ def test_rotary_attentions_equal_the_formulas(name, place, backend):
     assert vars(back).keys() == vars(plain).keys()
 
 
-@pytest.mark.parametrize("value", ["", "+value"])
+@pytest.mark.parametrize("value", ["", "+value", "+kernel"])
 @pytest.mark.parametrize("rope", [False, True])
 def test_masks_reach_a_rotary_attention(rope, value):
     """A hidden key has weight 0, causality hides the keys behind, and a row without a key gives 0, with gradients."""

@@ -6,6 +6,7 @@ from forms import CROSS, EVERYTHING, HEADS, STRIP, WIDTH, compare, inputs, place
 from test_blocked import Largest
 
 from vitrel.attend import reference
+from vitrel.backends import BACKENDS
 from vitrel.folded import folded
 from vitrel.grid import Grid, Points
 
@@ -26,7 +27,7 @@ SCHEMES = {
 @pytest.mark.parametrize("grids", [STRIP, CROSS, (Grid(1, 7), Grid(1, 7))], ids=["strip", "cross", "line"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_fold_equals_the_reference(scheme, grids, prefix, mask):
-    compare(folded, place(SCHEMES[scheme], (6, 5)), *grids, prefix, mask)
+    compare("folded", place(SCHEMES[scheme], (6, 5)), *grids, prefix, mask)
 
 
 @pytest.mark.parametrize("prefix", [0, 2])
@@ -37,13 +38,13 @@ def test_points_of_pictures_with_grids_of_their_own(scheme, prefix):
     for i, (h, w) in enumerate(sizes):
         coords[i, : h * w] = Grid(h, w).coords()[0]
     terms = place(SCHEMES[scheme], (6, 5))
-    compare(folded, terms, Points(coords), Points(coords), (prefix, prefix))
+    compare("folded", terms, Points(coords), Points(coords), (prefix, prefix))
     position, (q, k, v) = terms(), inputs(prefix + 12, prefix + 12)
     garbage = coords.clone()
     garbage[1, 10:] = 10**9
     where = Points(garbage, box=Grid(3, 5))
     mask = torch.arange(prefix + 12) < prefix + torch.tensor([12, 10])[:, None]
-    out = folded(q, k, v, position, where, where, mask[:, None, None])
+    out = BACKENDS["folded"](q, k, v, position, where, where, mask[:, None, None])
     for i, (h, w) in enumerate(sizes):
         n, grid = prefix + h * w, Grid(h, w)
         alone = reference(q[i : i + 1, :, :n], k[i : i + 1, :, :n], v[i : i + 1, :, :n], position, grid, grid)

@@ -3,6 +3,8 @@ import timm
 import torch
 
 import vitrel
+from vitrel.attend import convolve
+from vitrel.grid import Grid
 
 
 def micro(rel_pos, **kwargs):
@@ -116,6 +118,24 @@ def test_a_planted_vector_shows_at_its_place_in_every_map_of_it(grid, pairs, mon
     assert maps["query"].spread.abs().max() < 1e-3
 
 
+def test_a_kernel_is_shown_as_it_acts():
+    """One value at a time: what a patch gives to each query is the map at its place, and 0 beyond the table."""
+    net = micro({"preset": "kernel", "max_distance": (1, 2)}, **SMALL, qkv_bias=True)
+    attn = net.blocks[0].attn
+    torch.nn.init.normal_(attn.position.kernel.table)
+    shown = vitrel.term_maps(net)["blocks.0"]["kernel"]
+    assert (shown.signed, shown.values.shape) == (True, (3, 5, 9))
+    assert not shown.values[:, [0, 4]].any()
+    assert not shown.values[:, :, [0, 1, 7, 8]].any()
+    grid, place = Grid(3, 5), 1 * 5 + 3
+    v = torch.zeros(1, 3, 15, 8)
+    v[:, :, place] = 1
+    out = convolve(v, attn.position_terms(), grid, grid, 0)[0, :, :, 0].unflatten(1, (3, 5))
+    for y in range(3):
+        for x in range(5):
+            assert torch.equal(out[:, y, x], shown.values[:, 2 + 1 - y, 4 + 3 - x])
+
+
 def test_without_pictures_tables_of_vectors_show_their_norms():
     maps = vitrel.term_maps(micro("shaw+bias"))["blocks.0"]
     assert {name: (one.signed, one.spread) for name, one in maps.items()} == {
@@ -123,5 +143,6 @@ def test_without_pictures_tables_of_vectors_show_their_norms():
         "query": (False, None),
         "value": (False, None),
     }
+    assert list(vitrel.term_maps(micro("rope+kernel"))["blocks.0"]) == ["kernel"]
     assert vitrel.term_maps(micro("rope")) == {}
     assert vitrel.term_maps(micro("none"), torch.randn(1, 3, 24, 40)) == {}

@@ -10,7 +10,7 @@ from vitrel.grid import Grid
 from vitrel.probe import PAIRS, lattice, probes, scattered, split
 from vitrel.relpos import PRESETS
 
-SCHEMES = [*PRESETS, "txl+value+key", "rope+bias"]
+SCHEMES = [*PRESETS, "txl+value+key", "rope+bias", "shaw+kernel"]
 
 
 def model(rel_pos, **kwargs):

@@ -156,7 +156,9 @@ def test_bodies_with_zero_tables_keep_their_logits(body):
     assert all(torch.equal(model(x), y) for x, y in zip(inputs, expected, strict=True))
 
 
-@pytest.mark.parametrize("preset", [p for p in PRESETS if p not in ("cpb", "deberta", "rope", "rope_mixed")])
+@pytest.mark.parametrize(
+    "preset", [*(p for p in PRESETS if p not in ("cpb", "deberta", "rope", "rope_mixed")), "bias+kernel"]
+)
 @pytest.mark.parametrize("body", ["registers", "rope", "naflex"])
 @torch.no_grad()
 def test_every_preset_starts_from_the_models_function(body, preset):
@@ -165,7 +167,7 @@ def test_every_preset_starts_from_the_models_function(body, preset):
     assert spread(vitrel.relativize(model, preset, init="zeros")(x), expected) <= 1e-12
 
 
-@pytest.mark.parametrize("rel_pos", ["txl+bias", {"preset": "irpe_qkv"}, "shaw", "cpb"], ids=str)
+@pytest.mark.parametrize("rel_pos", ["txl+bias", {"preset": "irpe_qkv"}, "shaw", "cpb", "bias+kernel"], ids=str)
 @pytest.mark.parametrize("body", NAFLEX)
 @torch.no_grad()
 def test_a_padded_batch_of_mixed_grids_gives_what_each_picture_gives(body, rel_pos):
@@ -184,8 +186,8 @@ def test_a_padded_batch_of_mixed_grids_gives_what_each_picture_gives(body, rel_p
 def test_backends_agree_on_padded_batches(backend):
     batch = padded([image(size, batch=1) for size in PICTURES])
     for x in (batch, image()):
-        expected = relative("naflex", "txl+bias+value", grid_size=(4, 5))(x)
-        got = relative("naflex", "txl+bias+value", grid_size=(4, 5), backend=backend)(x)
+        expected = relative("naflex", "txl+bias+value+kernel", grid_size=(4, 5))(x)
+        got = relative("naflex", "txl+bias+value+kernel", grid_size=(4, 5), backend=backend)(x)
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 

@@ -53,6 +53,31 @@ def test_geometric_keeps_near_entries_and_stretches_far_ones():
     torch.testing.assert_close(new, -new.flip(0), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("directed", [True, False])
+@pytest.mark.parametrize("sizes", [(7, 9), (4, 6), (2, 3)], ids=str)
+@pytest.mark.parametrize("rule", ["interpolate", "geometric"])
+def test_weights_of_a_sum_keep_their_sum(rule, sizes, directed):
+    """To the linear interpolation: on a smooth table within a few percent, where the bare entries are off by far."""
+    old = axes(4, 6, directed=directed)
+    dh, dw = (axis.entry_offsets().double() for axis in old)
+    table = torch.exp(-(dh[:, None] / 3).square() - ((dw[None] - 1) / 4).square())[None]
+    new = axes(*sizes, directed=directed)
+    kept = resize_table(table, old, new, rule, sums=True)
+    bare = resize_table(table, old, new, rule)
+    assert abs(kept.sum() / table.sum() - 1) < 0.12
+    if sizes != (4, 6):
+        assert abs(bare.sum() / table.sum() - 1) > 0.25
+    centre = [axis.entries // 2 if directed else 0 for axis in new]
+    assert kept[0, centre[0], centre[1]] <= 1.6 * bare[0, centre[0], centre[1]]
+
+
+def test_weights_of_a_sum_are_zero_where_clamp_repeats_the_last_entry():
+    table = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]])
+    (grown,), (cut,) = (resize_table(table, axes(2, 0)[:1], axes(k, 0)[:1], "clamp", sums=True) for k in (4, 1))
+    assert grown.tolist() == [0.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 0.0, 0.0]
+    assert cut.tolist() == [2.0, 3.0, 4.0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("rule", RESIZE)
 def test_half_precision_tables_resize(rule, dtype):

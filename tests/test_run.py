@@ -168,7 +168,7 @@ class Gather(pl.Callback):
         (self.folder / f"metrics{trainer.global_rank}.json").write_text(json.dumps(metrics))
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [*PRESETS, "bias+kernel"])
 def test_two_processes_agree_and_validate_like_one(tiny, tmp_path, preset):
     """Three steps without find_unused_parameters, then the figures on a validation split of odd size."""
     fake = ("--data.name", "fake", "--data.fake_images", "41", "--data.batch_size", "8", "--model.kwargs.depth", "1")

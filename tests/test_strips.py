@@ -15,7 +15,7 @@ from vitrel.relpos import PRESETS
 from vitrel.strips import StripReader
 
 PATCH, COLS = 2, 3
-RELATIVE = [name for name in PRESETS if name != "none"]
+RELATIVE = [*(name for name in PRESETS if name != "none"), "bias+kernel"]
 
 
 def model(rows=7, depth=1, prefix=0, rel_pos="txl", **kwargs):

@@ -91,7 +91,7 @@ def test_compiling_changes_no_name_and_no_group(tiny):
     ],
 )
 def test_every_parameter_of_every_preset_reaches_the_loss(pooling):
-    for preset in PRESETS:
+    for preset in [*PRESETS, "bias+kernel"]:
         net = build_model(ModelConfig(rel_pos=preset, img_size=8, kwargs={**SMALL, **pooling}), 3)
         F.cross_entropy(net(torch.randn(2, 3, 8, 8)), torch.tensor([0, 1])).backward()
         assert [n for n, p in net.named_parameters() if p.grad is None] == [], preset

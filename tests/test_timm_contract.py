@@ -126,7 +126,7 @@ RELATIVIZED = {
 }
 CASES = {
     **RELATIVIZED,
-    **{f"{preset}-{n}": variant(MICRO, preset, n, **NARROW) for preset in PRESETS for n in PREFIXES},
+    **{f"{preset}-{n}": variant(MICRO, preset, n, **NARROW) for preset in [*PRESETS, "bias+kernel"] for n in PREFIXES},
     **{f"{name}-{n}": variant(MICRO, scheme, n, **NARROW) for name, (scheme, n) in SCHEMES.items()},
     **{f"{name.removeprefix('vitrel_')}-5": variant(name, "txl+bias", 5, mlp_ratio=1) for name in VARIANTS},
 }

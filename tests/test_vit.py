@@ -19,6 +19,7 @@ from vitrel.vit import RelativeVisionTransformer
 
 SCHEMES = [
     *(name for name in PRESETS if name not in ("none", "rope", "rope_mixed", "cpb")),
+    "bias+kernel",
     "txl+bias",
     "rope+bias",
     "txl+value",
@@ -301,7 +302,7 @@ def test_tables_alone_may_be_trained(rel_pos):
         assert grad.any()
 
 
-@pytest.mark.parametrize("rel_pos", [*PRESETS, "txl+value"])
+@pytest.mark.parametrize("rel_pos", [*PRESETS, "txl+value", "bias+kernel"])
 def test_no_graph_break(rel_pos):
     torch.compiler.reset()
     report = torch._dynamo.explain(micro(rel_pos, class_token=True, depth=1))(torch.randn(2, 3, 32, 32))
