@@ -107,7 +107,7 @@ def loop(attn, x):
                         score += s * (position.vectors["v"][head] @ read["query"]) if "v" in on else 0
                         score += s * (k @ read["key"]) if "key" in on else 0
                         if "kernel" in on:
-                            direct += kernel_entry(position.tables["kernel"][0], head, yi - yj, xi - xj) * value
+                            direct += s * kernel_entry(position.tables["kernel"][0], head, yi - yj, xi - xj) * value
                         value = value + read.get("value", 0)
                     elif position.prefix is not None:
                         score += position.prefix[head, 2 if i < prefix and j < prefix else 0 if i < prefix else 1]

@@ -58,7 +58,7 @@ def loops(attn, x, rope, where, half):
                 scores[b, :, n + i, n + j] += pair + s * (k[b, :, n + j] * read["key"]).sum(-1)
                 values[b, :, n + i, n + j] += read["value"]
                 if (yi - yj + position.axes[0].size, xi - xj + position.axes[1].size) == (h, w):  # within the table
-                    direct[b, :, n + i] += position.tables["kernel"][0][:, h, w, None] * v[b, :, n + j]
+                    direct[b, :, n + i] += s * position.tables["kernel"][0][:, h, w, None] * v[b, :, n + j]
     out = torch.einsum("bhij,bhijd->bhid", scores.softmax(-1), values) + direct
     out = out.transpose(1, 2).flatten(2)
     out = attn.norm(out) * (attn.gate(x).sigmoid() if attn.gate is not None else 1)

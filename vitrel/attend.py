@@ -84,7 +84,7 @@ def reference(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """The formulas as written: scores, mask, softmax, weighted sum of v + V(Δ), and W(Δ) v. Returns (B, H, Lq, d)."""
+    """The formulas as written: scores, mask, softmax, weighted sum of v + V(Δ), and s W(Δ) v. Returns (B, H, Lq, d)."""
     weights = masked_softmax(reference_scores(q, k, position, q_grid, k_grid), attn_mask)
     weights = F.dropout(weights, dropout_p)
     out = weights @ v
@@ -211,10 +211,11 @@ def weigh(weights: Tensor, v: Tensor, position: Position, q_grid: Where, k_grid:
 
 
 def kernel_weights(position: Position, q_grid: Where, k_grid: Where, device: torch.device) -> Tensor:
-    """W(Δ) of the kernel term between patches, (B or 1, H, Lq, Lk); 0 where ``clamp`` would repeat the last entry."""
+    """s W(Δ) of the kernel term between patches, (B or 1, H, Lq, Lk); 0 where ``clamp`` would repeat the last entry."""
     delta = patch_offsets(q_grid, k_grid, device)
     inside = within(position.axes, *delta)
-    return lookup(position.tables["kernel"], position.axes, *delta).masked_fill(~inside[:, None], 0)
+    weights = lookup(position.tables["kernel"], position.axes, *delta)
+    return (position.scales["kernel"] * weights).masked_fill(~inside[:, None], 0)
 
 
 def convolve(

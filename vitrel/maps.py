@@ -114,7 +114,7 @@ def term_maps(model: nn.Module, pictures: Seen | None = None) -> dict[str, dict[
       pictures the norms of the table's vectors;
     * ``rotary``: the mean score of turned queries and keys at each offset, with its spread; needs pictures;
     * ``value``: the norms of V(Δ), of what is added to the output;
-    * ``kernel``: W(Δ), the weight of the value of the patch there, beside its attention.
+    * ``kernel``: s W(Δ), the weight of the value of the patch there, beside its attention.
 
     The term u reads no place and has no map.
 
@@ -143,7 +143,8 @@ def term_maps(model: nn.Module, pictures: Seen | None = None) -> dict[str, dict[
         for term in (t for t in ("query", "key", "value") if t in terms and t not in maps):
             maps[term] = _norms(attn, term, position, grid)
         if "kernel" in terms:
-            maps["kernel"] = TermMap("kernel", "weight of the value", table_map(attn, position, "kernel", grid))
+            weights = position.scales["kernel"] * table_map(attn, position, "kernel", grid)
+            maps["kernel"] = TermMap("kernel", "weight of the value", weights)
         if maps:
             result[block] = maps
     return result

@@ -305,4 +305,6 @@ class RelPos:
         unscaled = {"content": set(TERMS), "seed": {"u", "v"}}.get(self.scale, set())
         always = {"rotary", "rotary_mixed"}  # they are content, turned
         by_term = {t: s if t in always or (TERMS[t].scaled and t not in unscaled) else 1.0 for t in self.terms}
+        if "kernel" in by_term:  # no score: that it learns at the rate of the others' tables is all its scale is for
+            by_term["kernel"] = head_dim**-0.5
         return {"content": s, **by_term}

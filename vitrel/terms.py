@@ -10,7 +10,7 @@ With s = 1/sqrt(d), offset Δ = query minus key, and R, P, V read from tables:
     v        s * v.R(Δ)                vector per head, the table of the query term
     rotary   s * (Tq_i.Tk_j - q_i.k_j) T turns feature pairs by angles of (row, column)
     value    out_i += Σ_j A_ij V(Δ)    vector table, after the softmax
-    kernel   out_i += Σ_j W(Δ) v_j     joint scalar table, after the softmax: a convolution (CoAtNet, arXiv 2106.04803)
+    kernel   out_i += s Σ_j W(Δ) v_j   joint scalar table, after the softmax: a convolution (CoAtNet, arXiv 2106.04803)
 """
 
 from __future__ import annotations
@@ -82,7 +82,6 @@ TERMS: dict[str, Term] = {
         lambda weights, v, vector, table: torch.einsum("bhij,bhjd->bhid", table, v),
         table="weights",
         reads="kernel",
-        scaled=False,
         output=True,
     ),
 }
