@@ -61,6 +61,8 @@ def main() -> int:
         args.presets = ["bias", "txl"] if args.what == "strips" else ["bias", "txl", "shaw", "deberta"]
     if rest and args.what != "loader":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if args.peak and args.what not in ("model", "train"):
+        parser.error(f"--peak: is for --what model and train; --what memory measures attention alone, got {args.what}")
     for name, least in (("repeats", 1), ("steps", 1), ("batch", 0)):
         if getattr(args, name) < least:
             parser.error(f"--{name}: expected at least {least}, got {getattr(args, name)}")

@@ -170,6 +170,17 @@ def test_every_backend_equals_the_reference_in_output_and_gradients(rel_pos, tab
             torch.testing.assert_close(got, expected, rtol=0, atol=1e-11, msg=lambda m, b=backend: f"{b}: {m}")
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rel_pos", ["none", "rope", "bias+kernel", "shaw"])
+def test_a_mask_of_keys_alone_may_have_one_dimension(rel_pos, backend):
+    attn, x = make((3, 5), rel_pos, 1), tokens((3, 5), 1)
+    if not can(backend, rel_pos):
+        pytest.skip(f"{backend} is for separable tables")
+    attn.backend = backend
+    mask = torch.arange(16) % 3 > 0
+    assert torch.equal(attn(x, mask), attn(x, mask[None, None, None]))
+
+
 @pytest.mark.parametrize("rel_pos", SCHEMES)
 def test_terms_sum_to_scores(rel_pos):
     attn, x = make((3, 5), SCHEMES[rel_pos], 1), tokens((3, 5), 1)

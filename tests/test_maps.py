@@ -3,7 +3,7 @@ import timm
 import torch
 
 import vitrel
-from vitrel.attend import convolve
+from vitrel.attend import add_kernel
 from vitrel.grid import Grid
 
 
@@ -130,7 +130,7 @@ def test_a_kernel_is_shown_as_it_acts():
     grid, place = Grid(3, 5), 1 * 5 + 3
     v = torch.zeros(1, 3, 15, 8)
     v[:, :, place] = 1
-    out = convolve(v, attn.position_terms(), grid, grid, 0)[0, :, :, 0].unflatten(1, (3, 5))
+    out = add_kernel(torch.zeros_like(v), v, attn.position_terms(), grid, grid)[0, :, :, 0].unflatten(1, (3, 5))
     for y in range(3):
         for x in range(5):
             assert torch.equal(out[:, y, x], shown.values[:, 2 + 1 - y, 4 + 3 - x])

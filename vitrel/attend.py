@@ -113,7 +113,7 @@ def dense(
 ) -> Tensor:
     """Fused attention with the position terms as one additive bias (B or 1, H, Lq, Lk). Returns (B, H, Lq, d).
 
-    A value term needs the weights, so that its softmax is written out. The kernel term is left to ``convolve``.
+    A value term needs the weights, so that its softmax is written out. The kernel term is left to ``add_kernel``.
     """
     bias = dense_bias(q, k, position, q_grid, k_grid)
     q, k = content_inputs(q, k, position, q_grid, k_grid)
@@ -218,11 +218,19 @@ def kernel_weights(position: Position, q_grid: Where, k_grid: Where, device: tor
     return (position.scales["kernel"] * weights).masked_fill(~inside[:, None], 0)
 
 
-def convolve(
-    v: Tensor, position: Position, q_grid: Where, k_grid: Where, q_prefix: int, attn_mask: Tensor | None = None
+def add_kernel(
+    out: Tensor,
+    v: Tensor,
+    position: Position,
+    q_grid: Where,
+    k_grid: Where,
+    attn_mask: Tensor | None = None,
 ) -> Tensor:
-    """The kernel term's summand of the output, (B, H, Lq, d), 0 for prefix tokens; a hidden key has weight 0."""
-    k_prefix = v.shape[2] - k_grid.patches
+    """An output (B, H, Lq, d) with the kernel term, if it is on; a hidden key has weight 0."""
+    if "kernel" not in position.terms:
+        return out
+    q_prefix, k_prefix = out.shape[2] - q_grid.patches, v.shape[2] - k_grid.patches
+    values = v[:, :, k_prefix:]
 
     def make() -> Tensor:
         return kernel_weights(position, q_grid, k_grid, v.device).to(v.dtype)
@@ -231,11 +239,14 @@ def convolve(
     weights = position.recall(("kernel", q_grid, k_grid, v.dtype), make) if full else make()
     if attn_mask is not None:
         seen = seen_pairs(attn_mask)
-        seen = seen.expand(torch.broadcast_shapes(seen.shape, (q_prefix + q_grid.patches, v.shape[2])))
-        weights = weights * seen[..., q_prefix:, k_prefix:]
-    values = v[:, :, k_prefix:]
+        if seen.shape[-2] == 1:  # the same keys for all queries: the weights stay those of all images
+            seen = seen.expand(*seen.shape[:-1], v.shape[2])[..., k_prefix:]
+            values = values.masked_fill(~seen.mT, 0)
+        else:
+            seen = seen.expand(*seen.shape[:-2], out.shape[2], v.shape[2])
+            weights = weights * seen[..., q_prefix:, k_prefix:]
     if len(weights) == 1:  # one product per head for all images
-        out = torch.einsum("hij,bhjd->bhid", weights[0], values)
+        term = torch.einsum("hij,bhjd->bhid", weights[0], values)
     else:
-        out = torch.einsum("bhij,bhjd->bhid", weights, values)
-    return F.pad(out, (0, 0, q_prefix, 0))
+        term = torch.einsum("bhij,bhjd->bhid", weights, values)
+    return out + F.pad(term, (0, 0, q_prefix, 0))

@@ -192,8 +192,7 @@ class RelativeAttention2d(Attention):
             scores = attend.dense_scores(q, k, position, q_where, k_where)
             weights = self.attn_drop(masked_softmax(scores, attn_mask))
             out = attend.weigh(weights, v, position, q_where, k_where)
-            if "kernel" in position.terms:
-                out = out + attend.convolve(v, position, q_where, k_where, self.num_prefix_tokens, attn_mask)
+            out = attend.add_kernel(out, v, position, q_where, k_where, attn_mask)
         return self._project(out, x)
 
     def choose(self, case: Case) -> str:
@@ -244,6 +243,8 @@ class RelativeAttention2d(Attention):
     def _check_mask(self, attn_mask: Tensor | None, x: Tensor, k: Tensor) -> Tensor | None:
         if attn_mask is None:
             return None
+        if attn_mask.ndim < 2:  # the forms index queries and keys
+            attn_mask = attn_mask.expand(torch.broadcast_shapes(attn_mask.shape, (1, 1)))
         full = (x.shape[0], self.num_heads, x.shape[1], k.shape[2])
         fits = attn_mask.ndim <= 4 and all(m in (1, n) for m, n in zip(attn_mask.shape[::-1], full[::-1], strict=False))
         if not fits or not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vitrel.attend import convolve, dense, reference
+from vitrel.attend import add_kernel, dense, reference
 from vitrel.blocked import block_numbers, blocked
 from vitrel.folded import folded
 from vitrel.grid import Grid, Where
@@ -39,9 +39,7 @@ def _with_kernel(form: Form) -> Form:
         dropout_p: float = 0.0,
     ) -> Tensor:
         out = form(q, k, v, position, q_grid, k_grid, attn_mask, dropout_p)
-        if "kernel" not in position.terms:
-            return out
-        return out + convolve(v, position, q_grid, k_grid, q.shape[2] - q_grid.patches, attn_mask)
+        return add_kernel(out, v, position, q_grid, k_grid, attn_mask)
 
     return attend
 
@@ -192,21 +190,21 @@ def extra_numbers(backend: str, case: Case, axes: Axes, grid_size: tuple[int, in
     (h, w), spec, tokens = grid_size, case.rel_pos, case.tokens
     reads = [t for t in spec.terms if TERMS[t].reads and t not in ("v", "kernel")]
     contents = [t for t in reads if TERMS[t].needs_input and not TERMS[t].output]
-    kernel = (h * w) ** 2 if "kernel" in spec.terms else 0
+    kernel_pairs = (h * w) ** 2 if "kernel" in spec.terms else 0
     if backend == "reference":
         return tokens * tokens * (1 + len(spec.terms)) + (h * w * h * w * head_dim if reads else 0)
     if not reads and spec.prefix == "none":
-        return kernel
+        return kernel_pairs
     if spec.table == "joint":
         profiles = h * w * len(contents) * math.prod(axis.entries for axis in axes)
     else:
         profiles = h * w * (h + w) * (len(contents) + ("value" in reads))
     if backend == "blocked":
-        return kernel + profiles + block_numbers(Grid(h, w), tokens)
+        return kernel_pairs + profiles + block_numbers(Grid(h, w), tokens)
     if backend == "folded":
         columns = (h + w) * len({"key" if t == "key" else "query" for t in reads if t != "value"})
-        return kernel + profiles + 3 * tokens * max(columns, h + w)
-    return kernel + profiles + tokens * tokens * (2 if backend == "dense" and "value" in reads else 1)
+        return kernel_pairs + profiles + 3 * tokens * max(columns, h + w)
+    return kernel_pairs + profiles + tokens * tokens * (2 if backend == "dense" and "value" in reads else 1)
 
 
 def traced() -> bool:

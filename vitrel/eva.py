@@ -60,8 +60,7 @@ class RelativeAttentionRope(RelativeAttention2d, AttentionRope):  # type: ignore
             scores = scale * turned[0] @ turned[1].mT
             weights = self.attn_drop(masked_softmax(scores if bias is None else scores + bias, attn_mask))
             out = attend.weigh(weights, v, position, where, where)
-        if "kernel" in position.terms:
-            out = out + attend.convolve(v, position, where, where, self.num_prefix_tokens, attn_mask)
+        out = attend.add_kernel(out, v, position, where, where, attn_mask)
         return self._project(out, x)
 
     def to_attention(self) -> nn.Module:

@@ -55,6 +55,7 @@ def explain(model: nn.Module) -> Explanation:
                 refused = None if attn.backend == "auto" else unsuited(attn.backend, _case(attn))
                 backend = attn.backend if refused else attn.choose(_case(attn))
                 reason = f"asked for, but {refused}: a call raises" if refused else attn.why(backend, _case(attn))
+            reason += "; a kernel's weights of all pairs" if "kernel" in attn.rel_pos.terms else ""
             numbers = extra_numbers(backend, _case(attn), attn.position_terms.axes, attn.grid_size, attn.head_dim)
             extra = numbers * attn.num_heads * attn.proj.weight.element_size()
             reports.append(BlockReport(name.removesuffix(".attn"), terms, grid, backend, reason, extra))

@@ -92,7 +92,7 @@ class GridModel(RelativeModel):
                     "dynamic_img_size out"
                 )
             self._set_running_grid((x.shape[1], x.shape[2]))
-        if not self.training and not torch.compiler.is_compiling():
+        if not self.training and not torch.compiler.is_compiling() and not torch.jit.is_tracing():
             self._warn_beyond_trained()
         if isinstance(self, VisionTransformerDistilled) and self.pos_embed is None:  # timm's adds it unasked
             tokens = [token.expand(x.shape[0], -1, -1) for token in (self.cls_token, self.dist_token)]
@@ -121,8 +121,8 @@ class GridModel(RelativeModel):
         if not attn.position_terms.covers(torch.arange(h)[:, None], torch.arange(w)[None]).all():
             warnings.warn(
                 f"a grid of {h}x{w} patches reads relative positions beyond the trained ones, where the last trained "
-                f"entry is repeated: see vitrel.coverage(model, ({h}, {w})); train at this size, or take "
-                "resize='interpolate'",
+                f"entry is repeated, or a kernel ends: see vitrel.coverage(model, ({h}, {w})); train at this size, or "
+                "take resize='interpolate'",
                 stacklevel=2,
             )
 

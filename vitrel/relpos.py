@@ -70,14 +70,16 @@ class RelPos:
             offsets (joint, scalar tables).
         distance: Distance map: ``clamp``, ``t5_log``, ``deberta_log``, ``piecewise``.
         max_distance: In patches, one number or a pair (h, w). ``clamp``: the largest distance with an entry of its own,
-            None for the grid's; larger offsets share the last entry. Other maps: where the last bucket is reached.
+            None for the grid's; larger offsets share the last entry, and have none in a kernel. Other maps: where the
+            last bucket is reached.
         buckets: Largest bucket of the logarithmic maps (iRPE's β); None for the original's.
         exact: Distances up to it (T5: below it) have buckets of their own (iRPE's α); None for the original's.
         directed: False to read Δ and -Δ as one (LeViT).
         share_heads: One table for all heads.
         share_layers: One set of tables and vectors for all layers of a model.
-        scale: ``sum`` scales every term but the bias by s; ``content`` the content alone (SAM, MViTv2); ``deberta`` all
-            by 1/sqrt(d(1+n)), n the number of query and key terms; ``seed`` content and query alone, not u and v.
+        scale: Of scores. ``sum`` scales every term but the bias by s; ``content`` the content alone (SAM, MViTv2);
+            ``deberta`` all by 1/sqrt(d(1+n)), n the number of query and key terms; ``seed`` content and query alone,
+            not u and v.
         prefix: ``none``, or ``learned``: a scalar per head for prefix->patch, patch->prefix and prefix->prefix (BEiT).
         resize: Rule by which tables follow another grid: ``clamp``, ``interpolate``, ``geometric``, ``crop``.
         init: How learned tables start: ``zeros``, ``normal`` (truncated, ``init_std``), ``scaled`` (normal, 1/sqrt(d)),
@@ -179,14 +181,14 @@ class RelPos:
                 )
         if {"rotary", "rotary_mixed"} <= set(self.terms):
             raise ValueError("rel_pos: 'rotary' and 'rotary_mixed' turn the same features; take one of them")
+        if self.source != "learned" and "kernel" in self.terms:
+            raise ValueError("rel_pos: a kernel has learned weights; use source='learned', or leave 'kernel' out")
         if self.source == "sinusoid" and self.table == "joint":
             raise ValueError("rel_pos: a sinusoid table is separable by construction; use table='separable'")
         if self.source == "mlp" and (self.table != "joint" or any(TERMS[t].table == "vector" for t in self.terms)):
             raise ValueError(
                 "rel_pos: source='mlp' makes joint scalar tables; use table='joint' and the bias term alone"
             )
-        if self.source != "learned" and "kernel" in self.terms:
-            raise ValueError("rel_pos: a kernel has learned weights; use source='learned', or leave 'kernel' out")
         if self.source != "learned" and (self.distance != "clamp" or not self.directed):
             raise ValueError(f"rel_pos: source={self.source!r} needs distance='clamp' and directed=True")
         if self.distance == "clamp" and (self.buckets is not None or self.exact is not None):
@@ -303,8 +305,7 @@ class RelPos:
         if self.scale == "deberta":
             s = (head_dim * (1 + len({"query", "key"} & set(self.terms)))) ** -0.5
         unscaled = {"content": set(TERMS), "seed": {"u", "v"}}.get(self.scale, set())
-        always = {"rotary", "rotary_mixed"}  # they are content, turned
-        by_term = {t: s if t in always or (TERMS[t].scaled and t not in unscaled) else 1.0 for t in self.terms}
-        if "kernel" in by_term:  # no score: that it learns at the rate of the others' tables is all its scale is for
-            by_term["kernel"] = head_dim**-0.5
-        return {"content": s, **by_term}
+        # Rotary terms are content, turned; a kernel's is no score, and its scale lets it learn at the others' rate.
+        always = {"rotary": s, "rotary_mixed": s, "kernel": head_dim**-0.5}
+        by_term = {t: s if TERMS[t].scaled and t not in unscaled else 1.0 for t in self.terms}
+        return {"content": s, **by_term, **{t: always[t] for t in self.terms if t in always}}

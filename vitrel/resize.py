@@ -52,7 +52,9 @@ RESIZE = {"clamp": _edge, "crop": _edge, "interpolate": _interpolate, "geometric
 def resize_table(
     table: Tensor, old: tuple[AxisDistance, ...], new: tuple[AxisDistance, ...], rule: str, *, sums: bool = False
 ) -> Tensor:
-    """Fit a table to other distances, axis by axis and linearly in between; zero offset keeps its entry exactly.
+    """Fit a table to other distances, axis by axis and linearly in between.
+
+    The zero offset keeps its entry exactly, but in a table of weights (``sums``).
 
     Args:
         table: (H, entries[, entries][, d]).
@@ -60,8 +62,8 @@ def resize_table(
         new: Distance maps to fit.
         rule: ``clamp`` and ``crop`` keep entries at their offsets (further ones repeat the last), ``interpolate``
             stretches, ``geometric`` stretches the far end more (BEiT). Computed in float32 at least.
-        sums: Entries are weights in a sum over keys: each is multiplied by the part of an old entry that it stands for,
-            so that a stretched table keeps its sum, and one that repeats its last entry adds nothing.
+        sums: Entries are weights in a sum over keys, see ``_shares``: a table that is stretched or squeezed keeps its
+            sum, one that is cut loses what lies outside, and none repeats its last entry.
 
     Returns:
         The same tensor if no axis changes.
@@ -70,16 +72,44 @@ def resize_table(
     for dim, (a, b) in enumerate(zip(old, new, strict=True), start=1):
         if a.size == b.size or a.kind != "clamp":
             continue
+        if sums:
+            shares = _shares(a, b, rule).to(table.device, torch.promote_types(table.dtype, torch.float32))
+            wide = (wide.to(shares.dtype).movedim(dim, -1) @ shares.T).movedim(-1, dim)
+            continue
         offset = torch.arange(-b.size if b.directed else 0, b.size + 1, dtype=torch.float64)
-        place = RESIZE[rule](offset, a.size, b.size)
-        inner = RESIZE[rule](offset - torch.where(offset == 0, -1.0, offset.sign()), a.size, b.size)
-        part = (place - inner).abs()
-        place = place + (a.size if a.directed else 0)
+        place = RESIZE[rule](offset, a.size, b.size) + (a.size if a.directed else 0)
         left = place.floor().long().clamp(0, a.entries - 1)
         right = (left + 1).clamp(max=a.entries - 1)
         wide = wide.to(torch.promote_types(table.dtype, torch.float32))
         weight = (place - left).reshape([-1] + [1] * (table.ndim - dim - 1)).to(wide)
         lower, upper = (wide.index_select(dim, i.to(table.device)) for i in (left, right))
         wide = torch.where(weight == 0, lower, lower + weight * (upper - lower))
-        wide = wide * part.reshape(weight.shape).to(wide) if sums else wide
     return wide.to(table.dtype)
+
+
+def _shares(old: AxisDistance, new: AxisDistance, rule: str) -> Tensor:
+    """What part of each old weight each new entry gets, (new entries, old entries), float64.
+
+    ``clamp`` and ``crop`` give each weight to its own offset. The others give it to the new entries between which its
+    neighbours are interpolated, or, where there are fewer of them, to the two that it lies between.
+    """
+    k, n = old.size, new.size
+    offset, before = torch.arange(-n, n + 1, dtype=torch.float64), torch.arange(-k, k + 1, dtype=torch.float64)
+    if rule in ("clamp", "crop"):
+        shares = (offset[:, None] == before).double()
+    elif n >= k:
+        near = (1 - (RESIZE[rule](offset, k, n)[:, None] - before).abs()).clamp(min=0)
+        shares = near / near.sum(0)
+    elif n == 0:
+        shares = torch.ones(1, len(before), dtype=torch.float64)
+    else:
+        places = RESIZE[rule](offset, k, n)
+        right = torch.searchsorted(places, before).clamp(1, 2 * n)
+        low, high = places[right - 1], places[right]
+        index = right - 1 + (before - low) / (high - low)
+        shares = (1 - (torch.arange(2 * n + 1)[:, None] - index).abs()).clamp(min=0) * (index - n).abs().le(n)
+    if old.directed:
+        return shares
+    folded = shares[n:, k:].clone()  # an entry that stands for Δ and -Δ
+    folded[:, 1:] += shares[n:, :k].flip(1)
+    return folded

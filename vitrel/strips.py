@@ -32,8 +32,8 @@ class StripReader(nn.Module):
 
     ``forward`` reads whole images, ``step`` one strip of a stream. Time grows linearly with the height, and a
     strip's memory depends on ``strip_rows`` and ``memory_rows`` alone. Keys further away than a table was made for read
-    its last entry. The memory is handed to the model's attentions while a strip is read, so that two threads need a
-    model each; ``torch.compile`` the reader or the model's blocks, not the model.
+    its last entry (a kernel has ended there). The memory is handed to the model's attentions while a strip is read, so
+    that two threads need a model each; ``torch.compile`` the reader or the model's blocks, not the model.
 
     Args:
         model: A vitrel model, or a timm ``VisionTransformer`` made relative with ``keep_absolute=False``. It stays
@@ -267,7 +267,8 @@ class StripReader(nn.Module):
                 self._warned = True
                 warnings.warn(
                     f"a strip sees {seen[0]} rows and {seen[1]} columns of patches, more than its tables were "
-                    f"trained for, so that their last entry is repeated: see vitrel.coverage(model, {seen})",
+                    "trained for, so that their last entry is repeated, or a kernel ends: see "
+                    f"vitrel.coverage(model, {seen})",
                     stacklevel=2,
                 )
         return rows, cols

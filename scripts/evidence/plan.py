@@ -116,7 +116,7 @@ def _text(value: Any) -> str:
 
 _APART = ("name", "runs", "seed", "ckpt_path", "logger", "data.root", "data.num_workers", "trainer.accelerator")
 """Settings that leave the result as it is, or are kept beside it."""
-_TESTED = "model.rel_pos.resize"  # every rule is, after training at one size
+_TESTED = "model.rel_pos.resize"  # every rule is, after training at one size from scratch
 
 
 def identity(config: TrainConfig) -> Settings:
@@ -125,7 +125,8 @@ def identity(config: TrainConfig) -> Settings:
     if tree["model"]["rel_pos"] is not None:
         tree["model"]["rel_pos"] = RelPos.of(tree["model"]["rel_pos"]).as_dict()
     settings = json.loads(json.dumps(_flat(tree)))
-    return {key: value for key, value in settings.items() if key != _TESTED and not key.startswith(_APART)}
+    apart = _APART if settings.get("model.checkpoint") else (*_APART, _TESTED)
+    return {key: value for key, value in settings.items() if not key.startswith(apart)}
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -179,7 +179,12 @@ def _costs() -> list[Row]:
 def cost() -> str:
     """Time and peak memory of a training step of each preset."""
     cells = [
-        [r["name"], f"{r['seconds']:.3f}", *(f"{r[k]:.2f}" for k in ("ratio", "from", "to")), f"{r['peak MB']:.0f}"]
+        [
+            r["name"],
+            f"{r['seconds']:.3f}",
+            *(f"{r[k]:.2f}" for k in ("ratio", "from", "to")),
+            f"{r['peak MB']:.0f}",
+        ]
         for r in _costs()
     ]
     return markdown(["none = 1", "seconds", "ratio", "from", "to", "peak MB"], cells)

@@ -153,7 +153,7 @@ def _card(
     accuracy = "Validation accuracy" if results.get("tested_on") == "val" else "Test accuracy"
     details = {
         "Architecture": config["architecture"],
-        "Relative position": terms and f"{terms}, {rel_pos['table']} tables",
+        "Relative position": terms and (terms if terms == "kernel" else f"{terms}, {rel_pos['table']} tables"),
         "Parameters": f"{sum(p.numel() for p in model.parameters()):,}",
         "Image size": f"{rows} x {columns}",
         "Classes": config["num_classes"],

@@ -130,8 +130,8 @@ class BiasMaps(Callback):
             if number in CURVES or number.startswith("share_")
         }
         for name, block in maps.items():
-            if "free" in block:
-                curves[f"maps_absmax/{_key(name)}"] = float(block["free"].values.abs().max())
+            if largest := [float(block[kind].values.abs().max()) for kind in ("free", "kernel") if kind in block]:
+                curves[f"maps_absmax/{_key(name)}"] = max(largest)
         for logger in trainer.loggers:
             shown: dict[str, Any] = {}
             if isinstance(logger, WandbLogger):  # in one call, so that one step of the slider has them all
