@@ -226,7 +226,17 @@ def add_kernel(
     k_grid: Where,
     attn_mask: Tensor | None = None,
 ) -> Tensor:
-    """An output (B, H, Lq, d) with the kernel term, if it is on; a hidden key has weight 0."""
+    """``out + s Σ_j W(Δ) v_j`` between patches, if the kernel term is on; a hidden key has weight 0.
+
+    Dai et al., arXiv 2106.04803: a static kernel beside the attention matrix, after the softmax.
+
+    Args:
+        out: What attention gave, (B, H, Lq, d).
+        v: (B, H, Lk, d).
+
+    Returns:
+        (B, H, Lq, d).
+    """
     if "kernel" not in position.terms:
         return out
     q_prefix, k_prefix = out.shape[2] - q_grid.patches, v.shape[2] - k_grid.patches
