@@ -33,8 +33,8 @@ class Term:
             pair. A rotary term gets q and k turned. A term of the output gets the weights (B, H, Lq, Lk) for q and v
             for k, and its summand is (B, H, Lq, d).
         table: What the term brings, if anything, that is looked up by position. ``weights`` is a scalar table that is
-            joint whatever the scheme's are, since a sum over the axes is no kernel, and 0 where ``clamp`` would repeat its
-            last entry.
+            joint whatever the scheme's are, since a sum over the axes is no kernel, and 0 where ``clamp`` would repeat
+            its last entry.
         reads: Name of the term whose table it reads, if it reads one.
         vector: Whether it brings a vector per head, named after the term.
         scaled: Whether 1/sqrt(d) applies.
