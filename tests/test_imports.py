@@ -19,6 +19,8 @@ ORDER = [
     "position",
     "profiles",
     "masks",
+    "tracing",
+    "kernel",
     "attend",
     "firstorder",
     "folded",

@@ -3,8 +3,8 @@ import timm
 import torch
 
 import vitrel
-from vitrel.attend import add_kernel
 from vitrel.grid import Grid
+from vitrel.kernel import add_kernel
 
 
 def micro(rel_pos, **kwargs):

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrel.grid import Grid, Where
-from vitrel.lookup import lookup, within
+from vitrel.kernel import kernel_weights
+from vitrel.lookup import lookup
 from vitrel.masks import mask_scores, masked_softmax, seen_pairs
 from vitrel.position import Position
 from vitrel.profiles import (
@@ -113,7 +114,7 @@ def dense(
 ) -> Tensor:
     """Fused attention with the position terms as one additive bias (B or 1, H, Lq, Lk). Returns (B, H, Lq, d).
 
-    A value term needs the weights, so that its softmax is written out. The kernel term is left to ``add_kernel``.
+    A value term needs the weights, so that its softmax is written out. The kernel term is ``kernel.add_kernel``'s.
     """
     bias = dense_bias(q, k, position, q_grid, k_grid)
     q, k = content_inputs(q, k, position, q_grid, k_grid)
@@ -208,55 +209,3 @@ def weigh(weights: Tensor, v: Tensor, position: Position, q_grid: Where, k_grid:
         ]
         value = sum_of(parts)
     return out + F.pad(value, (0, 0, q_prefix, 0)).to(out.dtype)
-
-
-def kernel_weights(position: Position, q_grid: Where, k_grid: Where, device: torch.device) -> Tensor:
-    """s W(Δ) of the kernel term between patches, (B or 1, H, Lq, Lk); 0 where ``clamp`` would repeat the last entry."""
-    delta = patch_offsets(q_grid, k_grid, device)
-    inside = within(position.axes, *delta)
-    weights = lookup(position.tables["kernel"], position.axes, *delta)
-    return (position.scales["kernel"] * weights).masked_fill(~inside[:, None], 0)
-
-
-def add_kernel(
-    out: Tensor,
-    v: Tensor,
-    position: Position,
-    q_grid: Where,
-    k_grid: Where,
-    attn_mask: Tensor | None = None,
-) -> Tensor:
-    """``out + s Σ_j W(Δ) v_j`` between patches, if the kernel term is on; a hidden key has weight 0.
-
-    Dai et al., arXiv 2106.04803: a static kernel beside the attention matrix, after the softmax.
-
-    Args:
-        out: What attention gave, (B, H, Lq, d).
-        v: (B, H, Lk, d).
-
-    Returns:
-        (B, H, Lq, d).
-    """
-    if "kernel" not in position.terms:
-        return out
-    q_prefix, k_prefix = out.shape[2] - q_grid.patches, v.shape[2] - k_grid.patches
-    values = v[:, :, k_prefix:]
-
-    def make() -> Tensor:
-        return kernel_weights(position, q_grid, k_grid, v.device).to(v.dtype)
-
-    full = isinstance(q_grid, Grid) and isinstance(k_grid, Grid)
-    weights = position.recall(("kernel", q_grid, k_grid, v.dtype), make) if full else make()
-    if attn_mask is not None:
-        seen = seen_pairs(attn_mask)
-        if seen.shape[-2] == 1:  # the same keys for all queries: the weights stay those of all images
-            seen = seen.expand(*seen.shape[:-1], v.shape[2])[..., k_prefix:]
-            values = values.masked_fill(~seen.mT, 0)
-        else:
-            seen = seen.expand(*seen.shape[:-2], out.shape[2], v.shape[2])
-            weights = weights * seen[..., q_prefix:, k_prefix:]
-    if len(weights) == 1:  # one product per head for all images
-        term = torch.einsum("hij,bhjd->bhid", weights[0], values)
-    else:
-        term = torch.einsum("bhij,bhjd->bhid", weights, values)
-    return out + F.pad(term, (0, 0, q_prefix, 0))

@@ -10,12 +10,14 @@ from timm.layers import Attention, register_notrace_module
 from torch import Tensor, nn
 
 from vitrel import attend
-from vitrel.backends import BACKENDS, Case, check, choose, traced, why
+from vitrel.backends import BACKENDS, Case, check, choose, why
 from vitrel.grid import Grid, Where
+from vitrel.kernel import add_kernel
 from vitrel.masks import masked_softmax
 from vitrel.position import Position, PositionTerms
 from vitrel.recomputed import Recomputed
 from vitrel.relpos import RelPos
+from vitrel.tracing import traced
 
 _is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # torch 2.6 has the second alone
 
@@ -192,7 +194,7 @@ class RelativeAttention2d(Attention):
             scores = attend.dense_scores(q, k, position, q_where, k_where)
             weights = self.attn_drop(masked_softmax(scores, attn_mask))
             out = attend.weigh(weights, v, position, q_where, k_where)
-            out = attend.add_kernel(out, v, position, q_where, k_where, attn_mask)
+            out = add_kernel(out, v, position, q_where, k_where, attn_mask)
         return self._project(out, x)
 
     def choose(self, case: Case) -> str:

@@ -8,13 +8,13 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from vitrel.attend import add_kernel, dense, reference
+from vitrel.attend import dense, reference
 from vitrel.blocked import block_numbers, blocked
 from vitrel.folded import folded
 from vitrel.grid import Grid, Where
+from vitrel.kernel import add_kernel, by_rows
 from vitrel.lookup import Axes
 from vitrel.position import Position
 from vitrel.relpos import RelPos
@@ -25,7 +25,7 @@ Form = Callable[..., Tensor]
 
 
 def _with_kernel(form: Form) -> Form:
-    """A form of attention and the kernel term, which does not depend on its weights."""
+    """A form of attention and the kernel term, which does not depend on the weights of attention."""
 
     @functools.wraps(form)
     def attend(
@@ -190,23 +190,20 @@ def extra_numbers(backend: str, case: Case, axes: Axes, grid_size: tuple[int, in
     (h, w), spec, tokens = grid_size, case.rel_pos, case.tokens
     reads = [t for t in spec.terms if TERMS[t].reads and t not in ("v", "kernel")]
     contents = [t for t in reads if TERMS[t].needs_input and not TERMS[t].output]
-    kernel_pairs = (h * w) ** 2 if "kernel" in spec.terms else 0
+    kernel = 0
+    if "kernel" in spec.terms:
+        kernel = w * (2 * h - 1) * w if by_rows(h * w, h * w) else (h * w) ** 2
     if backend == "reference":
         return tokens * tokens * (1 + len(spec.terms)) + (h * w * h * w * head_dim if reads else 0)
     if not reads and spec.prefix == "none":
-        return kernel_pairs
+        return kernel
     if spec.table == "joint":
         profiles = h * w * len(contents) * math.prod(axis.entries for axis in axes)
     else:
         profiles = h * w * (h + w) * (len(contents) + ("value" in reads))
     if backend == "blocked":
-        return kernel_pairs + profiles + block_numbers(Grid(h, w), tokens)
+        return kernel + profiles + block_numbers(Grid(h, w), tokens)
     if backend == "folded":
         columns = (h + w) * len({"key" if t == "key" else "query" for t in reads if t != "value"})
-        return kernel_pairs + profiles + 3 * tokens * max(columns, h + w)
-    return kernel_pairs + profiles + tokens * tokens * (2 if backend == "dense" and "value" in reads else 1)
-
-
-def traced() -> bool:
-    """Whether torch.compile, torch.export, torch.jit.trace or torch.func is at work."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()
+        return kernel + profiles + 3 * tokens * max(columns, h + w)
+    return kernel + profiles + tokens * tokens * (2 if backend == "dense" and "value" in reads else 1)

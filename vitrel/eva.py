@@ -14,6 +14,7 @@ from vitrel import attend
 from vitrel.attention import RelativeAttention2d
 from vitrel.backends import Case
 from vitrel.grid import Where
+from vitrel.kernel import add_kernel
 from vitrel.masks import masked_softmax
 from vitrel.position import Position
 from vitrel.terms import TERMS
@@ -60,7 +61,7 @@ class RelativeAttentionRope(RelativeAttention2d, AttentionRope):  # type: ignore
             scores = scale * turned[0] @ turned[1].mT
             weights = self.attn_drop(masked_softmax(scores if bias is None else scores + bias, attn_mask))
             out = attend.weigh(weights, v, position, where, where)
-        out = attend.add_kernel(out, v, position, where, where, attn_mask)
+        out = add_kernel(out, v, position, where, where, attn_mask)
         return self._project(out, x)
 
     def to_attention(self) -> nn.Module:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import nn
 
 from vitrel.attention import RelativeAttention2d
 from vitrel.backends import Case, extra_numbers, unsuited
+from vitrel.kernel import by_rows
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,10 @@ def explain(model: nn.Module) -> Explanation:
                 refused = None if attn.backend == "auto" else unsuited(attn.backend, _case(attn))
                 backend = attn.backend if refused else attn.choose(_case(attn))
                 reason = f"asked for, but {refused}: a call raises" if refused else attn.why(backend, _case(attn))
-            reason += "; a kernel's weights of all pairs" if "kernel" in attn.rel_pos.terms else ""
+            if "kernel" in attn.rel_pos.terms:
+                patches = math.prod(attn.grid_size)
+                rows = backend != "reference" and by_rows(patches, patches)
+                reason += f"; the kernel {'a row of queries at a time' if rows else 'as weights of all pairs'}"
             numbers = extra_numbers(backend, _case(attn), attn.position_terms.axes, attn.grid_size, attn.head_dim)
             extra = numbers * attn.num_heads * attn.proj.weight.element_size()
             reports.append(BlockReport(name.removesuffix(".attn"), terms, grid, backend, reason, extra))
