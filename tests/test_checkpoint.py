@@ -203,7 +203,7 @@ def test_bodies_of_the_same_weights_are_told_apart(tmp_path, body, message):
         ("rope", {"preset": "rope", "theta": 10}, r"theta None \(settings: 10\)"),
         ("txl", {"preset": "txl", "scale": "seed"}, r"scale sum \(settings: seed\)"),
         ("sam", {"terms": ["query"]}, r"scale content \(settings: sum\)"),
-        ("none", None, r"terms \[\] \(settings: \['bias'\]\)"),
+        ("none", None, r"terms \[\] \(settings: \['bias', 'kernel'\]\)"),
     ],
 )
 def test_schemes_of_the_same_weights_are_told_apart(tmp_path, then, now, field):

@@ -16,7 +16,7 @@ from vitrel.kernel import add_kernel
 from vitrel.masks import masked_softmax
 from vitrel.position import Position, PositionTerms
 from vitrel.recomputed import Recomputed
-from vitrel.relpos import RelPos
+from vitrel.relpos import DEFAULT, RelPos
 from vitrel.tracing import traced
 
 _is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # torch 2.6 has the second alone
@@ -68,7 +68,7 @@ class RelativeAttention2d(Attention):
         num_heads: int = 8,
         *,
         grid_size: tuple[int, int],
-        rel_pos: Any = "bias",
+        rel_pos: Any = DEFAULT,
         num_prefix_tokens: int = 0,
         backend: str = "auto",
         device: torch.device | str | None = None,
@@ -103,7 +103,7 @@ class RelativeAttention2d(Attention):
         attn: nn.Module,
         *,
         grid_size: tuple[int, int],
-        rel_pos: Any = "bias",
+        rel_pos: Any = DEFAULT,
         num_prefix_tokens: int = 0,
         backend: str = "auto",
         shared: PositionTerms | None = None,

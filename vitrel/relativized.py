@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from vitrel import zoo
 from vitrel.relativize import NAME, family, relativize
+from vitrel.relpos import DEFAULT
 
 default_cfgs = {NAME: zoo.default_cfgs["vitrel_tiny_patch16_224"]}  # that of its default base; another base has its own
 
@@ -30,7 +31,7 @@ def vitrel_relativized(
     pretrained: bool = False,
     *,
     base: str = "vit_tiny_patch16_224",
-    rel_pos: Any = "bias",
+    rel_pos: Any = DEFAULT,
     keep_absolute: bool = True,
     blocks: Iterable[int] | None = None,
     grid_size: tuple[int, int] | None = None,

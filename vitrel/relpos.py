@@ -39,6 +39,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "rope_mixed": {"terms": ("rotary_mixed",)},
 }
 
+DEFAULT = "bias+kernel"
+"""The scheme that a model takes unless another is asked for: RESULTS.md has the measurements behind it."""
+
 # exact, buckets and max_distance of the originals: T5's 32 buckets to 128, DeBERTa's log buckets on a patch grid, iRPE
 DISTANCES: dict[str, tuple[float, float, float] | None] = {
     "clamp": None,
@@ -81,7 +84,8 @@ class RelPos:
             ``deberta`` all by 1/sqrt(d(1+n)), n the number of query and key terms; ``seed`` content and query alone,
             not u and v.
         prefix: ``none``, or ``learned``: a scalar per head for prefix->patch, patch->prefix and prefix->prefix (BEiT).
-        resize: Rule by which tables follow another grid: ``clamp``, ``interpolate``, ``geometric``, ``crop``.
+        resize: Rule by which tables follow another grid. For pictures enlarged or reduced ``interpolate``, ``geometric``,
+            which stretch or squeeze them; for more of the same magnification ``clamp``, ``crop``, which do not.
         init: How learned tables start: ``zeros``, ``normal`` (truncated, ``init_std``), ``scaled`` (normal, 1/sqrt(d)),
             or None: zeros for scalar tables, normal for vector tables. A sinusoid's projections start normal unless
             ``zeros``. ``alibi`` and ``convit`` start the bias so that near patches are favoured (``vitrel.initial``),
@@ -107,7 +111,7 @@ class RelPos:
     share_layers: bool = False
     scale: str = "sum"
     prefix: str = "none"
-    resize: str = "clamp"
+    resize: str = "interpolate"
     init: str | None = None
     init_std: float = 0.02
     theta: float | None = None

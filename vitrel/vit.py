@@ -12,7 +12,7 @@ from torch import nn
 from vitrel.attention import RelativeAttention2d
 from vitrel.family import GridModel, RelativeModel, patch_grid
 from vitrel.position import PositionTerms
-from vitrel.relpos import RelPos
+from vitrel.relpos import DEFAULT, RelPos
 
 BLOCKS: dict[str, type[nn.Module]] = {"Block": Block, "ResPostBlock": ResPostBlock}
 """timm's blocks with a separate attention, by the names under which they are saved."""
@@ -35,7 +35,7 @@ class RelativeVisionTransformer(GridModel, VisionTransformer):
         TypeError: For an unknown keyword.
     """
 
-    def __init__(self, *, rel_pos: Any = "bias", backend: str = "auto", **kwargs: Any) -> None:
+    def __init__(self, *, rel_pos: Any = DEFAULT, backend: str = "auto", **kwargs: Any) -> None:
         spec = RelPos.of(rel_pos)
         if kwargs.get("patch_drop_rate"):
             raise ValueError("patch_drop_rate: relative attention needs every patch of the grid; leave it at 0")

@@ -103,7 +103,7 @@ def kept(runs: Runs, size: int = 48) -> str:
 
 def sizes() -> str:
     """Accuracy at square sizes that were never trained on, by row and rule, means over seeds."""
-    rows, _ = by_row("positions")
+    rows = {f"{group}.{name}": runs for group in ("positions", "sizes") for name, runs in by_row(group)[0].items()}
     sides = sorted({r["rows"] for runs in rows.values() for _, row in runs for r in row.get("sizes", [])})
     cells = []
     for name, runs in rows.items():

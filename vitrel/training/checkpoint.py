@@ -14,6 +14,7 @@ from timm.layers import DropPath
 from torch import nn
 
 import vitrel
+from vitrel.relpos import DEFAULT
 from vitrel.training.fileio import ConfigError, one_line
 
 _NOT_OF_THE_BODY = ("num_classes", "in_chans", "pretrained", "checkpoint_path")
@@ -128,7 +129,7 @@ def _differing_schemes(arch: str, then: Any, now: Any) -> str:
     """In which fields two schemes differ, with their values; nothing where they compute the same."""
     if then is None and now is None:
         return ""
-    default = "bias" if arch.startswith("vitrel_") else "none"  # of the models that have relative positions
+    default = DEFAULT if arch.startswith("vitrel_") else "none"  # of the models that have relative positions
     old, new = (vitrel.RelPos.of(default if spec is None else spec) for spec in (then, now))
     values = old.as_dict(), new.as_dict()
     return ", ".join(f"{k} {values[0][k]} (settings: {values[1][k]})" for k in old.differing(new))
