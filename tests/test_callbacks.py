@@ -185,7 +185,7 @@ def test_an_offline_run_holds_every_figure_and_one_set_of_maps_per_drawn_epoch(t
                                                                if "val/acc" in item]  # fmt: skip
     for item in drawn:  # pictures and numbers of a drawing are one step of the slider
         assert {"maps/blocks_01._type", "heads_distance/blocks_00", "heads_share_bias/blocks_01"} <= set(item)
-    for name, rows, columns in (("ablation", 2, "off"), ("sizes", 1 + 3 * 3, "rows")):
+    for name, rows, columns in (("ablation", 4, "off"), ("sizes", 1 + 3 * 3, "rows")):
         (table,) = (found / "files/media/table/tables").glob(f"{name}_*.json")
         stored = json.loads(table.read_text())
         assert (stored["columns"][0], len(stored["data"])) == (columns, rows)

@@ -279,7 +279,7 @@ def test_another_size_is_reached_three_ways(body, rule):
 
 @pytest.mark.parametrize("body", ["distilled", "rope"])
 def test_reading_beyond_the_trained_grid_is_said_once(body):
-    model = relative(body, dynamic_img_size=True)
+    model = relative(body, dynamic_img_size=True, resize="clamp")
     with pytest.warns(UserWarning, match="a grid of 5x3 patches reads relative positions beyond the trained ones"):
         model(image((40, 24)))
     model(image((40, 24)))  # a second warning would be an error here
@@ -347,7 +347,7 @@ def test_weights_of_another_size_load_below_wrappers(depth):
     wrapped[1].load_state_dict(wrapped[0].state_dict())
     ours, theirs = (m.blocks[1].attn.position for m in (large, small))
     assert ours.bias.table.shape == (2, 15, 23)
-    assert torch.equal(ours.bias.table[:, :, 4:-4], theirs.bias.table)
+    assert torch.equal(ours.bias.table[:, :, [0, 11, 22]], theirs.bias.table[:, :, [0, 7, 14]])
     assert torch.equal(ours.prefix, theirs.prefix)
 
 

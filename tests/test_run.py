@@ -201,6 +201,7 @@ def test_two_processes_leave_one_run_one_set_of_maps_and_the_best_model(tiny, tm
     results = run(
         tiny("--data.name", "fake", "--data.fake_images", "41", "--data.batch_size", "8", "--trainer.max_epochs", "3",
              "--trainer.devices", "2", "--trainer.strategy", "ddp_fork", "--logger.maps_every", "3",
+             "--model.rel_pos", "bias",  # whose first epoch is its best
              "--optim.lr", "0.01", "--seed", "3", "--data.mean", "[0.5, 0.5, 0.5]", "--data.std", "[0.5, 0.5, 0.5]")
     )  # fmt: skip
     folder = Path(results["folder"])

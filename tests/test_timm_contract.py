@@ -574,8 +574,9 @@ def test_torch_export(case, model, strict):
     close(program.module()(x), model(x))
 
 
-def test_an_exported_program_takes_other_sizes():
-    case = CASES["rope+bias-1"]
+@pytest.mark.parametrize("name", ["rope+bias-1", "bias+kernel-1", "txl-1"])
+def test_an_exported_program_takes_other_sizes(name):
+    case = CASES[name]
     model = case.build(dynamic_img_size=True, depth=1)
     rows, columns = (torch.export.Dim(name, min=4, max=12) for name in ("rows", "columns"))
     sizes = ({2: 4 * rows, 3: 4 * columns},)

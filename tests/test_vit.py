@@ -192,7 +192,7 @@ def test_a_shared_table_is_held_and_saved_once():
 
 
 def test_reading_beyond_the_trained_grid_is_said_once():
-    model = fill(micro("bias", dynamic_img_size=True))
+    model = fill(micro({"preset": "bias", "resize": "clamp"}, dynamic_img_size=True))
     assert {c.share for c in vitrel.coverage(model).values()} == {1.0}
     model(torch.randn(1, 3, 24, 32))
     with pytest.warns(UserWarning, match="a grid of 12x8 patches reads relative positions beyond the trained ones"):
@@ -310,7 +310,7 @@ def test_no_graph_break(rel_pos):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rel_pos", ["bias", "txl+rope"])
+@pytest.mark.parametrize("rel_pos", ["bias+kernel", "txl+rope"])
 def test_compiling_for_many_sizes_stays_bounded(rel_pos):
     torch.compiler.reset()
     counter = CompileCounter()
@@ -396,7 +396,8 @@ def test_checkpointing_refuses_grids_that_change_before_the_backward_pass(second
 
 
 def test_maps_of_pictures_of_another_grid_are_of_one_grid():
-    model = fill(micro("txl+bias", dynamic_img_size=True))
+    spec = {**vitrel.RelPos.of("txl+bias").as_dict(), "resize": "clamp"}
+    model = fill(micro(spec, dynamic_img_size=True))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         maps = vitrel.term_maps(model, torch.randn(2, 3, 16, 48))["blocks.0"]

@@ -219,7 +219,7 @@ class RelativeAttention2d(Attention):
         if self.recomputed is not None:
             self.recomputed.check(size)
         grid = Grid(*size)
-        return grid, grid, self.position_terms(size)
+        return grid, grid, self.position_terms(self.running_grid, reads=size)
 
     def _project(self, out: Tensor, x: Tensor) -> Tensor:
         """The output layers: heads (B, H, L, d) to (B, L, D), gated by the input x."""

@@ -79,7 +79,7 @@ class LearnedTable(nn.Module):
 
     def forward(self, axes: Axes | None = None) -> Tables:
         """The entries, or what they become for other distance maps (differentiable)."""
-        if axes is None or axes == self.axes:
+        if axes is None or (not torch.compiler.is_compiling() and axes == self.axes):
             return self.tables
         return tuple(
             self._resized(table, self._table_axes(name, self.axes), self._table_axes(name, axes))

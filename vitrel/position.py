@@ -166,10 +166,11 @@ class PositionTerms(nn.Module):
         In inference on a CPU, what follows from parameters and grid alone is kept for the next call, which compares
         every value of every parameter before it takes it.
         """
-        if grid_size is not None and self.training and torch.is_grad_enabled():
+        read = reads or grid_size
+        if read is not None and self.training and torch.is_grad_enabled():
             for module in self.children():
                 if isinstance(module, LearnedTable):
-                    module.note_training(reads or grid_size)
+                    module.note_training(read)
         if torch.compiler.is_compiling():
             return self._position(grid_size)
         if not self._may_keep():
@@ -199,15 +200,15 @@ class PositionTerms(nn.Module):
         return {**self.__dict__, "_kept": None}
 
     def _position(self, grid_size: tuple[int, int] | None) -> Position:
-        axes = self.axes
+        other: Axes | None = None
         if grid_size is not None and (self.rel_pos.resize != "clamp" or self.rel_pos.source != "learned"):
-            axes = self.rel_pos.axes(grid_size)
+            other = self.rel_pos.axes(grid_size)
         vectors: dict[str, Tensor] = {name: getattr(self, name) for name in self._vectors}
         return Position(
             scales=self.scales,
-            axes=axes,
+            axes=other or self.axes,
             tables={
-                name: tuple(t.expand(self.num_heads, *t.shape[1:]) for t in cast(Tables, table(axes)))
+                name: tuple(t.expand(self.num_heads, *t.shape[1:]) for t in cast(Tables, table(other)))
                 for name, table in self.named_children()
             },
             prefix=vectors.pop("prefix", None),

@@ -289,9 +289,13 @@ class RelPos:
     def axes(self, grid_size: tuple[int, int]) -> Axes:
         """The distance maps of rows and columns for a grid of (h, w) patches."""
         if self.distance == "clamp":
-            given = self.max_distance if isinstance(self.max_distance, tuple) else None
-            rows, cols = given or (grid_size[0] - 1, grid_size[1] - 1)
-            return tuple(AxisDistance("clamp", int(k), directed=self.directed) for k in (rows, cols))  # type: ignore
+            rows, cols = grid_size[0] - 1, grid_size[1] - 1  # not by int(), which would fix a size traced as a variable
+            if isinstance(self.max_distance, tuple):
+                rows, cols = int(self.max_distance[0]), int(self.max_distance[1])
+            return (
+                AxisDistance("clamp", rows, directed=self.directed),
+                AxisDistance("clamp", cols, directed=self.directed),
+            )
         exact, buckets, largest = self._log_numbers()
         return tuple(  # type: ignore[return-value]
             AxisDistance(self.distance, int(buckets), exact, buckets, largest_of_axis, self.directed)

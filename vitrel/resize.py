@@ -70,7 +70,8 @@ def resize_table(
     """
     wide = table
     for dim, (a, b) in enumerate(zip(old, new, strict=True), start=1):
-        if a.size == b.size or a.kind != "clamp":
+        # A size that is traced as a variable must not be compared: the program would be for that size alone.
+        if a.kind != "clamp" or (not torch.compiler.is_compiling() and a.size == b.size):
             continue
         if sums:
             shares = _shares(a, b, rule).to(table.device, torch.promote_types(table.dtype, torch.float32))
@@ -97,19 +98,32 @@ def _shares(old: AxisDistance, new: AxisDistance, rule: str) -> Tensor:
     offset, before = torch.arange(-n, n + 1, dtype=torch.float64), torch.arange(-k, k + 1, dtype=torch.float64)
     if rule in ("clamp", "crop"):
         shares = (offset[:, None] == before).double()
-    elif n >= k:
-        near = (1 - (RESIZE[rule](offset, k, n)[:, None] - before).abs()).clamp(min=0)
-        shares = near / near.sum(0)
     elif n == 0:
         shares = torch.ones(1, len(before), dtype=torch.float64)
+    elif torch.compiler.is_compiling():  # both, since n may be a variable
+        places = RESIZE[rule](offset, k, n)
+        shares = torch.where(torch.full((), n) >= k, _gathered(places, before), _scattered(places, before))
     else:
         places = RESIZE[rule](offset, k, n)
-        right = torch.searchsorted(places, before).clamp(1, 2 * n)
-        low, high = places[right - 1], places[right]
-        index = right - 1 + (before - low) / (high - low)
-        shares = (1 - (torch.arange(2 * n + 1)[:, None] - index).abs()).clamp(min=0) * (index - n).abs().le(n)
+        shares = _gathered(places, before) if n >= k else _scattered(places, before)
     if old.directed:
         return shares
     folded = shares[n:, k:].clone()  # an entry that stands for Δ and -Δ
     folded[:, 1:] += shares[n:, :k].flip(1)
     return folded
+
+
+def _gathered(places: Tensor, before: Tensor) -> Tensor:
+    """Shares by interpolation at new places between old entries, each of which gives away all of its weight."""
+    near = (1 - (places[:, None] - before).abs()).clamp(min=0)
+    return near / near.sum(0)
+
+
+def _scattered(places: Tensor, before: Tensor) -> Tensor:
+    """Shares of old entries for the two new places between which each lies."""
+    last = places.shape[0] - 1  # not len(), which would fix a size traced as a variable
+    right = torch.searchsorted(places, before).clamp(1, last)
+    low, high = places[right - 1], places[right]
+    index = right - 1 + (before - low) / (high - low)
+    shares = (1 - (torch.arange(last + 1)[:, None] - index).abs()).clamp(min=0)
+    return shares * (index - last / 2).abs().le(last / 2)
