@@ -339,15 +339,15 @@ def test_save_copy_and_pickle(body):
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_weights_of_another_size_load_below_wrappers(depth):
-    small = relative("registers", "beit", keep_absolute=False, img_size=64)
-    large = relative("registers", "beit", keep_absolute=False, img_size=(64, 96))
+    small = relative("registers", "beit", resize="clamp", keep_absolute=False, img_size=64)
+    large = relative("registers", "beit", resize="clamp", keep_absolute=False, img_size=(64, 96))
     wrapped = [small, large]
     for _ in range(depth):
         wrapped = [torch.nn.ModuleDict({"model": m}) for m in wrapped]
     wrapped[1].load_state_dict(wrapped[0].state_dict())
     ours, theirs = (m.blocks[1].attn.position for m in (large, small))
     assert ours.bias.table.shape == (2, 15, 23)
-    assert torch.equal(ours.bias.table[:, :, [0, 11, 22]], theirs.bias.table[:, :, [0, 7, 14]])
+    assert torch.equal(ours.bias.table[:, :, 4:-4], theirs.bias.table)
     assert torch.equal(ours.prefix, theirs.prefix)
 
 

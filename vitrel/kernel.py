@@ -18,8 +18,8 @@ from vitrel.position import Position
 from vitrel.profiles import patch_offsets
 from vitrel.tracing import traced
 
-# Patches from which a kernel is faster a row of queries at a time, on full grids; CPU: 2 cores (avx2), slower at 14x14,
-# measured by  python scripts/benchmark.py --what attention --presets kernel --backends dense --grids 8 14 20 32 64
+# Patches from which a kernel is faster a row of queries at a time, on full grids. On 1 CPU core (avx2) one run of both
+# ways gave, forward and backward, 1.16 times the time of weights of all pairs at 14x14, 0.75 at 20x20, 0.33 at 32x32.
 BY_ROWS_FROM = 400
 
 
