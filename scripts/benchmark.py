@@ -16,7 +16,7 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,8 @@ def _loader(argv: list[str], args: argparse.Namespace, sync: Run) -> list[dict[s
     return loader(argv, args.steps, args.repeats, sync)
 
 
-def main() -> int:
+def arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """Options, and what is left of them for the config of ``--what loader``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = ["attention", "model", "train", "memory", "strips", "loader"]
     parser.add_argument("--what", choices=kinds, default="train")
@@ -56,16 +57,23 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--json", type=Path, help="file to keep the rows in")
     parser.add_argument("--only", nargs=3, help=argparse.SUPPRESS)
-    args, rest = parser.parse_known_args()
+    args, rest = parser.parse_known_args(argv)
     if args.presets is None:
         args.presets = ["bias", "txl"] if args.what == "strips" else ["bias", "txl", "shaw", "deberta"]
     if rest and args.what != "loader":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if args.peak and args.what not in ("model", "train"):
         parser.error(f"--peak: is for --what model and train; --what memory measures attention alone, got {args.what}")
+    if args.peak and args.compile and args.device == "cpu":
+        parser.error("--peak: on the CPU the compiler's own memory would be in it; leave --compile out")
     for name, least in (("repeats", 1), ("steps", 1), ("batch", 0)):
         if getattr(args, name) < least:
             parser.error(f"--{name}: expected at least {least}, got {getattr(args, name)}")
+    return args, rest
+
+
+def main() -> int:
+    args, rest = arguments()
     sync: Run = torch.cuda.synchronize if args.device == "cuda" else lambda: None
 
     measure: dict[str, Callable[[], list[dict[str, Any]]]] = {

@@ -68,8 +68,12 @@ def whole_models(args: argparse.Namespace, sync: Run, train: bool) -> list[dict[
             model = torch.compile(model) if args.compile else model
             steps[name] = lambda model=model: step(model)
         if args.only:  # the fresh process
-            step(built[args.only[0]], pictures[:1], labels[:1])  # thread pools and the like
-            print(json.dumps(peak(steps[args.only[0]], args.device)))
+            measured = steps[args.only[0]]
+            if args.compile:
+                measured()  # the compiler's own memory is not the model's
+            else:
+                step(built[args.only[0]], pictures[:1], labels[:1])  # thread pools and the like
+            print(json.dumps(peak(measured, args.device)))
             return []
         what = {"model": arch, "batch": batch, "dtype": args.dtype, "compiled": args.compile}
         timed = ratio_rows(paired(steps, args.repeats, sync), "none", **what)
