@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+from decimal import Decimal
 from pathlib import Path
 
 import preloaded
@@ -183,6 +185,34 @@ def test_the_tables_of_the_pages_follow_from_the_results():
         text = (REPOSITORY / page).read_text(encoding="utf-8")
         assert "<!-- table: " in text
         assert tables.fill(text) == text, f"{page}: run scripts/experiments.py --tables"
+
+
+def test_the_figures_of_the_prose_are_those_of_the_tables():
+    """Each is a cell of a generated table, or the difference of two that stand in the same item."""
+    text = (REPOSITORY / "RESULTS.md").read_text(encoding="utf-8")
+    cells = set(re.findall(r"\d+\.\d+", "".join(re.findall(r"<!-- table: .*?<!-- end -->", text, re.DOTALL))))
+    section = text.split("## CIFAR-100: what a position scheme is worth")[1].split("###")[0]
+    items = re.findall(r"^\* .*?(?=^\* |\Z)", section, re.DOTALL | re.MULTILINE)
+    assert len(items) > 3
+    for item in items:
+        figures = re.findall(r"\d+\.\d+", item)
+        known = [Decimal(f) for f in figures if f in cells]
+        apart = {abs(a - b) for a in known for b in known}
+        assert [f for f in figures if f not in cells and Decimal(f) not in apart] == [], item
+
+
+def test_what_is_said_of_the_weights_is_their_line():
+    """The card of the package's weights, the README and the head of the config, against ``results/positions.jsonl``."""
+    name = "vitrel_micro_patch4_32.cifar100"
+    card = (REPOSITORY / "vitrel" / "weights" / name / "README.md").read_text(encoding="utf-8")
+    seed = int(re.search(r"seed (\d+)\n", card)[1])
+    lines = {row["seed"]: row for row in rows.read("positions") if row["row"] == "bias_kernel"}
+    top1, top5 = (lines[seed][f"test/{key}"] for key in ("acc", "acc5"))
+    assert f"{top1:.4f} top-1, {top5:.4f} top-5" in card
+    assert f"10 epochs: {100 * top1:.2f} % top-1" in (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    head = (REPOSITORY / "configs" / "cifar100.yaml").read_text(encoding="utf-8")
+    both = " and ".join(f"{lines[s]['test/acc']:.3f}" for s in (0, 1))
+    assert f"10 epochs: {both} top-1 ({top5:.3f} top-5)" in head
 
 
 def test_a_table_says_what_it_holds(place):

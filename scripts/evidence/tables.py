@@ -90,20 +90,39 @@ def _at(row: Row, size: int) -> dict[str, float]:
     return {r["rule"]: r["top1"] for r in row.get("sizes", []) if (r["rows"], r["cols"]) == (size, size)}
 
 
-def kept(runs: Runs, size: int = 48) -> str:
-    """Accuracy at another size as a part of that at the trained one, in percent: under the rule that keeps most."""
+def _parts(runs: Runs, size: int = 48) -> dict[str, float]:
+    """Accuracy at another size as a part of that at the trained one, in percent, means over seeds by rule."""
     found = [(_at(row, size), row["test/acc"]) for _, row in runs]
     rules = [rule for rule in found[0][0] if all(rule in at for at, _ in found)]
-    if not rules:
-        return ""
-    parts = {rule: 100 * fmean(at[rule] / whole for at, whole in found) for rule in rules}
-    best = max(parts, key=lambda rule: parts[rule])
-    return f"{parts[best]:.1f}" + ("" if best == "none" else f", {best}")
+    return {rule: 100 * fmean(at[rule] / whole for at, whole in found) for rule in rules}
+
+
+def kept(runs: Runs) -> str:
+    """What is kept at 48 px under the rule that keeps most."""
+    parts = _parts(runs)
+    best = max(parts, key=lambda rule: parts[rule], default="none")
+    return f"{parts[best]:.1f}" + ("" if best == "none" else f", {best}") if parts else ""
+
+
+def rules() -> str:
+    """What is kept at 48 px under each rule."""
+    heads = {"none": "no tables", "clamp": "clamp", "interpolate": "interpolate", "geometric": "geometric"}
+    cells = []
+    for name, runs in _sized().items():
+        if parts := _parts(runs):
+            own = (f"{parts[rule]:.1f}" if rule in parts else "" for rule in heads)
+            cells.append([f"`{name}`", str(len(runs)), *own])
+    return _or_nothing(markdown(["kept at 48 px, %", "seeds", *heads.values()], cells), cells, [])
+
+
+def _sized() -> dict[str, Runs]:
+    """The finished runs of the groups whose models are tested at other sizes, by ``GROUP.ROW``."""
+    return {f"{group}.{name}": runs for group in ("positions", "sizes") for name, runs in by_row(group)[0].items()}
 
 
 def sizes() -> str:
     """Accuracy at square sizes that were never trained on, by row and rule, means over seeds."""
-    rows = {f"{group}.{name}": runs for group in ("positions", "sizes") for name, runs in by_row(group)[0].items()}
+    rows = _sized()
     sides = sorted({r["rows"] for runs in rows.values() for _, row in runs for r in row.get("sizes", [])})
     cells = []
     for name, runs in rows.items():
@@ -195,6 +214,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cost": cost,
     "positions": lambda: _group("positions", [("kept at 48 px, %", kept)]),
     "sizes": sizes,
+    "rules": rules,
     "terms": terms,
     "learning": lambda: _group("learning"),
     "recipe": lambda: _group("recipe"),
