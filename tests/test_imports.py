@@ -32,6 +32,7 @@ ORDER = [
     "explanation",
     "eva",
     "family",
+    "stem",
     "vit",
     "zoo",
     "stripstate",

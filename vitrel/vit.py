@@ -13,9 +13,13 @@ from vitrel.attention import RelativeAttention2d
 from vitrel.family import GridModel, RelativeModel, patch_grid
 from vitrel.position import PositionTerms
 from vitrel.relpos import DEFAULT, RelPos
+from vitrel.stem import ConvEmbed
 
 BLOCKS: dict[str, type[nn.Module]] = {"Block": Block, "ResPostBlock": ResPostBlock}
 """timm's blocks with a separate attention, by the names under which they are saved."""
+EMBEDS: dict[str, type[nn.Module]] = {"conv": ConvEmbed}
+"""Ways to patches besides timm's ``PatchEmbed``, likewise."""
+_NAMED = {"block_fn": BLOCKS, "embed_layer": EMBEDS}
 
 
 class RelativeVisionTransformer(GridModel, VisionTransformer):
@@ -26,8 +30,8 @@ class RelativeVisionTransformer(GridModel, VisionTransformer):
         backend: As for ``RelativeAttention2d``.
         **kwargs: Arguments of timm's ``VisionTransformer``; ``global_pool`` is ``avg``, ``class_token`` False and
             ``pos_embed`` ``none`` unless given. What is written to a file has names for layers: ``block_fn`` may be one
-            of ``BLOCKS``, ``norm_layer`` a mapping ``{"eps": ...}`` for a ``LayerNorm``, and ``final_norm`` one for the
-            last norm alone.
+            of ``BLOCKS``, ``embed_layer`` one of ``EMBEDS``, ``norm_layer`` a mapping ``{"eps": ...}`` for a
+            ``LayerNorm``, and ``final_norm`` one for the last norm alone.
 
     Raises:
         ValueError: For an unknown scheme or backend, an option that needs positions which a grid does not have, or
@@ -72,18 +76,22 @@ class RelativeVisionTransformer(GridModel, VisionTransformer):
 
     @_model_args.setter
     def _model_args(self, args: dict[str, Any]) -> None:
-        names = {block: name for name, block in BLOCKS.items()}
-        plain = {k: names.get(v, v) if k == "block_fn" else v for k, v in args.items()}
+        plain = dict(args)
+        for key, known in _NAMED.items():
+            names = {layer: name for name, layer in known.items()}
+            plain |= {key: names.get(args[key], args[key])} if key in args else {}
         RelativeModel._model_args.__set__(self, plain)  # type: ignore[attr-defined]  # a property
 
 
 def _with_layers(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments for timm: layers in place of their saved names."""
-    block_fn, norm_layer = kwargs.get("block_fn"), kwargs.get("norm_layer")
-    if isinstance(block_fn, str):
-        if block_fn not in BLOCKS:
-            raise ValueError(f"block_fn: {block_fn!r} is unknown, expected one of {', '.join(BLOCKS)}, or a class")
-        kwargs = {**kwargs, "block_fn": BLOCKS[block_fn]}
-    if isinstance(norm_layer, dict):
-        kwargs = {**kwargs, "norm_layer": partial(LayerNorm, **norm_layer)}
+    kwargs = dict(kwargs)
+    for key, known in _NAMED.items():
+        name = kwargs.get(key)
+        if isinstance(name, str):
+            if name not in known:
+                raise ValueError(f"{key}: {name!r} is unknown, expected one of {', '.join(known)}, or a class")
+            kwargs[key] = known[name]
+    if isinstance(kwargs.get("norm_layer"), dict):
+        kwargs["norm_layer"] = partial(LayerNorm, **kwargs["norm_layer"])
     return kwargs

@@ -144,7 +144,7 @@ def _check_name(config: ModelConfig) -> None:
 
 def _check_tiling(model: nn.Module, config: ModelConfig) -> None:
     patches = getattr(model, "patch_embed", None)
-    size, patch = getattr(patches, "img_size", None), getattr(patches, "patch_size", None)
+    size, patch = getattr(patches, "img_size", None), patch_pixels(model)
     if size is None or patch is None or getattr(patches, "dynamic_img_pad", False):
         return
     if any(s <= 0 or p <= 0 or s % p for s, p in zip(size, patch, strict=True)):
@@ -152,6 +152,13 @@ def _check_tiling(model: nn.Module, config: ModelConfig) -> None:
             f"model.img_size: {size[0]} x {size[1]} is not a multiple of {config.arch}'s patch of"
             f" {patch[0]} x {patch[1]} pixels; change model.img_size or model.patch_size"
         )
+
+
+def patch_pixels(model: nn.Module) -> tuple[int, int] | None:
+    """Rows and columns in pixels that a token of a timm model stands for; None for a model without patches."""
+    patches = getattr(model, "patch_embed", None)
+    ratio = getattr(patches, "feat_ratio", None)  # a stem of convolutions has patches of features
+    return ratio(as_scalar=False) if callable(ratio) else getattr(patches, "patch_size", None)
 
 
 def _check_start(config: ModelConfig) -> None:

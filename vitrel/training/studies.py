@@ -25,6 +25,7 @@ from vitrel.learned import LearnedTable
 from vitrel.resize import RESIZE
 from vitrel.training.data import PictureDataModule, normalize
 from vitrel.training.fileio import ConfigError
+from vitrel.training.model import patch_pixels
 from vitrel.training.transforms import InputConfig
 
 Answers = NDArray[np.bool_]
@@ -119,7 +120,7 @@ class Study:
 
     def _resized(self, size: tuple[int, int]) -> dict[str, nn.Module]:
         """The model at another size, per rule that makes a difference to it."""
-        patch = getattr(getattr(self.net, "patch_embed", None), "patch_size", (1, 1))
+        patch = patch_pixels(self.net) or (1, 1)
         if any(side % p for side, p in zip(size, patch, strict=True)):
             raise ConfigError(
                 f"sizes: {size[0]}x{size[1]} px is not a multiple of the model's patch of {patch[0]}x{patch[1]} px"
@@ -171,7 +172,7 @@ class Study:
 
 def sizes_around(inputs: InputConfig, net: nn.Module) -> list[tuple[int, int]]:
     """Sizes of three quarters, three halves and twice the model's own, in whole patches; none if it has no patches."""
-    patch = getattr(getattr(net, "patch_embed", None), "patch_size", None)
+    patch = patch_pixels(net)
     if patch is None or not hasattr(net, "set_input_size"):
         return []
     sides = [
