@@ -185,7 +185,7 @@ def test_the_loader_is_compared_with_batches_in_memory(tmp_path, monkeypatch):
         (["--batch", "-1"], "--batch: expected at least 0, got -1"),
         (["--what", "train", "--model.rel_pos", "bias"], "unrecognized arguments: --model.rel_pos bias"),
         (["--what", "attention", "--grids", "2", "--presets", "bias:wide"], "--presets bias:wide: 'wide' is unknown"),
-        (["--what", "attention", "--grids", "2", "--presets", "no"], "no"),
+        (["--what", "attention", "--grids", "2", "--presets", "no"], "preset 'no' is unknown"),
         (["--what", "train", "--arch", "vitrel_no"], "vitrel_no"),
         (["--what", "loader", "--config", "no.yaml"], "no.yaml"),
     ],

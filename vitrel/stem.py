@@ -9,12 +9,14 @@ from timm.models.vision_transformer_hybrid import ConvStem
 
 
 class ConvEmbed(HybridEmbed):
-    """An ``embed_layer`` of 3x3 convolutions with stride 2, batch norm and ReLU between them; one token per patch.
+    """An ``embed_layer`` of 3x3 convolutions with stride 2, batch norm and ReLU between them.
+
+    Maps (B, C, H, W) to (B, h * w, D), one token per patch.
 
     Args:
         img_size: Rows and columns in pixels.
         patch_size: Side of a patch in pixels, 2^n for n convolutions of width D/2^(n-1), ..., D/2, D.
-        in_chans: Channels of the image.
+        in_chans: C.
         embed_dim: D.
         bias: Ignored: the last convolution has one.
         **kwargs: As for timm's ``HybridEmbed``.

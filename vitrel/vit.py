@@ -78,8 +78,9 @@ class RelativeVisionTransformer(GridModel, VisionTransformer):
     def _model_args(self, args: dict[str, Any]) -> None:
         plain = dict(args)
         for key, known in _NAMED.items():
-            names = {layer: name for name, layer in known.items()}
-            plain |= {key: names.get(args[key], args[key])} if key in args else {}
+            if key in plain:
+                names = {layer: name for name, layer in known.items()}
+                plain[key] = names.get(plain[key], plain[key])
         RelativeModel._model_args.__set__(self, plain)  # type: ignore[attr-defined]  # a property
 
 
