@@ -22,6 +22,13 @@ def case(rel_pos, tokens=SMALL, **facts):
     [
         (case("none", LARGE, grad=True), "dense"),
         (case("rope", LARGE, grad=True), "dense"),
+        (case("none", grad=True), "dense"),
+        (case("none", grad=True, half=True), "written"),
+        (case("rope", grad=True, half=True), "written"),
+        (case("none", 200, grad=True, half=True), "dense"),
+        (case("none", half=True), "dense"),
+        (case("none", grad=True, half=True, device="cuda"), "dense"),
+        (case("none", grad=True, half=True, traced=True), "dense"),
         (case("bias"), "dense"),
         (case("swin"), "dense"),
         (case("txl"), "written"),
@@ -108,6 +115,17 @@ def test_explain_counts_bytes_that_grow_with_the_tokens_and_not_with_their_squar
             extra[side] = report.extra_bytes
         assert extra[64] <= 8.1 * extra[32]
         assert extra[64] < 6 * 4096**2 * 4 / 5
+
+
+def test_explain_says_what_a_step_in_16_bits_takes():
+    model = timm.create_model("vitrel_micro_patch4_32", rel_pos="none", depth=1)
+    (report,) = vitrel.explain(model.train())
+    assert (report.backend, report.extra_bytes) == ("dense", 0)
+    (report,) = vitrel.explain(model.bfloat16())
+    assert (report.backend, report.extra_bytes) == ("written", 4 * 64 * 64 * 2)
+    assert report.why == "nothing to add to the scores, in 16 bits: softmax written out head by head"
+    (report,) = vitrel.explain(model.eval())
+    assert (report.backend, report.extra_bytes) == ("dense", 0)
 
 
 @pytest.mark.parametrize("backend", ["written", "blocked"])

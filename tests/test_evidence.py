@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 from decimal import Decimal
 from pathlib import Path
 
@@ -219,12 +221,14 @@ def test_a_table_says_what_it_holds(place):
     one, two, _ = plans.plan()
     base = {"parameters": 1234, "val/acc": [0.1, 0.25], "epochs": 2}
     sizes = [{"rows": 48, "cols": 48, "rule": r, "top1": t} for r, t in (("clamp", 0.2), ("interpolate", 0.45))]
+    sizes.insert(0, {"rows": 32, "cols": 32, "rule": "trained size", "top1": 0.48})
     rows.keep(one, {**base, "test/acc": 0.5, "sizes": sizes})
-    rows.keep(two, {**base, "test/acc": 0.6, "sizes": sizes})
+    other = [{**size, "top1": 0.6} if size["rule"] == "trained size" else size for size in sizes]
+    rows.keep(two, {**base, "test/acc": 0.6, "sizes": other})
     found, missing = tables.by_row("small")
     assert missing == ["none (seed 0)"]
     assert tables.percent(found["bias"]) == "55.0 (50.0, 60.0)"
-    assert tables.kept(found["bias"]) == "82.5, interpolate"  # the mean of 90 and 75
+    assert tables.kept(found["bias"]) == "84.4, interpolate"  # the mean of 93.75 and 75
     assert tables.fill("a\n<!-- table: cost -->\nold\n<!-- end -->\nb").startswith(
         "a\n<!-- table: cost -->\n| none = 1 |"
     )
@@ -248,6 +252,16 @@ def test_the_command_line_lists_and_refuses(tmp_path):
     assert status == 2
     assert said.startswith("error: there is no experiment 'nothing'; the groups are ")
     assert said.count("\n") == 1
+
+
+def test_output_that_nobody_reads_any_more_is_no_error(tmp_path):
+    """``experiments.py --list | head -1``: neither a traceback nor a line about a file."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, str(REPOSITORY / "scripts" / "experiments.py"), "--list"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_a_line_is_plain_data(place):

@@ -188,6 +188,7 @@ class RelativeAttention2d(Attention):
                 traced=traced(),
                 dropout=dropout_p > 0,
                 mask_grad=attn_mask is not None and attn_mask.requires_grad,
+                half=v.element_size() == 2,
             )
             out = BACKENDS[self.choose(case)](q, k, v, position, q_where, k_where, attn_mask, dropout_p)
         else:

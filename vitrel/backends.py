@@ -62,6 +62,10 @@ CROSSOVERS: dict[tuple[str, str], int] = {
     ("cuda", "inference, a bias that is kept"): 1024,
 }
 
+# Tokens below which plain attention in 16 bits trains faster written out: the fused kernel of a CPU has a slow backward
+# pass there (2 cores with bfloat16 units; level at 14x14 and 20x20, slower at 31x31).
+PLAIN_HALF = 200
+
 
 @dataclass(frozen=True)
 class Case:
@@ -76,6 +80,7 @@ class Case:
         traced: Whether torch.compile or torch.export is at work.
         dropout: Whether attention weights are dropped out.
         mask_grad: Whether the mask needs a gradient.
+        half: Whether queries, keys and values have 16 bits.
     """
 
     rel_pos: RelPos
@@ -86,6 +91,7 @@ class Case:
     traced: bool = False
     dropout: bool = False
     mask_grad: bool = False
+    half: bool = False
 
     def reads(self, *terms: str) -> bool:
         """Whether one of these terms is on."""
@@ -168,12 +174,16 @@ def _preferred(case: Case) -> Iterator[str]:
             yield "folded"
         if case.device == "cpu" and (case.grad or (case.reads("query", "key", "value") and not case.joint)):
             yield "written"
+    elif case.half and case.grad and case.device == "cpu" and case.tokens < PLAIN_HALF:
+        yield "written"
     yield "dense"
 
 
 def why(backend: str, case: Case) -> str:
     """Why ``auto`` takes this backend."""
     if not case.adds_scores:
+        if backend == "written":
+            return "nothing to add to the scores, in 16 bits: softmax written out head by head"
         return "nothing to add to the scores: plain fused attention"
     few = "fewer than" if case.tokens < case.crossover else "at least"
     how = {
@@ -196,7 +206,7 @@ def extra_numbers(backend: str, case: Case, axes: Axes, grid_size: tuple[int, in
     if backend == "reference":
         return tokens * tokens * (1 + len(spec.terms)) + (h * w * h * w * head_dim if reads else 0)
     if not reads and spec.prefix == "none":
-        return kernel
+        return kernel + (tokens * tokens if backend == "written" else 0)
     if spec.table == "joint":
         profiles = h * w * len(contents) * math.prod(axis.entries for axis in axes)
     else:

@@ -70,4 +70,6 @@ def explain(model: nn.Module) -> Explanation:
 def _case(attn: RelativeAttention2d) -> Case:
     tokens = attn.num_prefix_tokens + attn.grid_size[0] * attn.grid_size[1]
     dropout = attn.training and attn.attn_drop.p > 0
-    return Case(attn.rel_pos, tokens, attn.proj.weight.device.type, grad=attn.training, dropout=dropout)
+    weight, spec = attn.proj.weight, attn.rel_pos
+    half = weight.element_size() == 2
+    return Case(spec, tokens, weight.device.type, grad=attn.training, dropout=dropout, half=half)

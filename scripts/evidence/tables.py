@@ -90,9 +90,16 @@ def _at(row: Row, size: int) -> dict[str, float]:
     return {r["rule"]: r["top1"] for r in row.get("sizes", []) if (r["rows"], r["cols"]) == (size, size)}
 
 
+def _trained(row: Row) -> float:
+    """Top-1 at the trained size in the pass over other sizes, which is in float32."""
+    return next(r["top1"] for r in row["sizes"] if r["rule"] == "trained size")
+
+
 def _parts(runs: Runs, size: int = 48) -> dict[str, float]:
     """Accuracy at another size as a part of that at the trained one, in percent, means over seeds by rule."""
-    found = [(_at(row, size), row["test/acc"]) for _, row in runs]
+    if not all(row.get("sizes") for _, row in runs):
+        return {}
+    found = [(_at(row, size), _trained(row)) for _, row in runs]
     rules = [rule for rule in found[0][0] if all(rule in at for at, _ in found)]
     return {rule: 100 * fmean(at[rule] / whole for at, whole in found) for rule in rules}
 
@@ -117,7 +124,8 @@ def rules() -> str:
 
 def _sized() -> dict[str, Runs]:
     """The finished runs of the groups whose models are tested at other sizes, by ``GROUP.ROW``."""
-    return {f"{group}.{name}": runs for group in ("positions", "sizes") for name, runs in by_row(group)[0].items()}
+    groups = ("positions", "augmentation")
+    return {f"{group}.{name}": runs for group in groups for name, runs in by_row(group)[0].items()}
 
 
 def sizes() -> str:
@@ -216,6 +224,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sizes": sizes,
     "rules": rules,
     "terms": terms,
+    "augmentation": lambda: _group("augmentation", [("kept at 48 px, %", kept)]),
     "learning": lambda: _group("learning"),
     "recipe": lambda: _group("recipe"),
 }
