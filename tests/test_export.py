@@ -17,6 +17,7 @@ from timm.models import _hub
 
 import vitrel
 from vitrel.training import export as module
+from vitrel.training.config import dump, parse
 from vitrel.training.export import export
 from vitrel.training.fileio import ConfigError
 from vitrel.training.model import save_model_folder
@@ -174,6 +175,19 @@ def test_the_card_has_the_measured_accuracy_and_its_snippet_runs(run, tmp_path, 
     label, probability = capsys.readouterr().out.split()
     assert label in LABELS
     assert 1 / 3 <= float(probability) <= 1
+
+
+def test_the_card_has_the_recipe(run, tmp_path):
+    options = ["--data.augment", "resized_crop", "--data.scale", "[0.5, 1]", "--trainer.precision", "bf16-mixed"]
+    (run / "config.yaml").write_text(dump(parse([*options, "--optim.weight_decay", "0.1", "--seed", "3"])))
+    card = (export(run, tmp_path / "newts") / "README.md").read_text()
+    assert (
+        "weight decay 0.1, position parameters at 10 times the learning rate, warm-up over 10 % of the steps, cosine,"
+        " augmentation resized_crop of 50 to 100 % of the area, precision bf16-mixed, seed 3\n"
+    ) in card
+    (run / "config.yaml").write_text(dump(parse([])))
+    card = (export(run, tmp_path / "newts") / "README.md").read_text()
+    assert card.split("**Recipe:** ")[1].splitlines()[0].endswith("cosine, augmentation none, seed 0")
 
 
 def test_models_of_timm_have_a_card_too(tmp_path):

@@ -119,6 +119,9 @@ def _factors(scale: float | dict[str, float]) -> str:
 def _recipe(config: TrainConfig, positions: bool) -> str:
     """The settings of a training in a line; with ``positions`` that of position parameters too."""
     optim, data = config.optim, config.data
+    precision = str(config.trainer.get("precision") or "32-true")
+    low, high = data.scale
+    crops = f" of {100 * low:g} to {100 * high:g} % of the area" if data.augment == "resized_crop" else ""
     parts = {
         f"AdamW, peak learning rate {optim.lr:g}": True,
         f"{data.batch_size} images per step and device": True,
@@ -127,12 +130,13 @@ def _recipe(config: TrainConfig, positions: bool) -> str:
         f"warm-up over {100 * optim.warmup:g} % of the steps, cosine": True,
         f"label smoothing {optim.label_smoothing:g}": optim.label_smoothing,
         f"EMA {optim.ema_decay}": optim.ema_decay is not None,
-        f"augmentation {data.augment}": True,
+        f"augmentation {data.augment}{crops}": True,
         f"MixUp {data.mixup:g}": data.mixup,
         f"CutMix {data.cutmix:g}": data.cutmix,
         f"cutout {data.cutout:g}": data.cutout,
         f"colour jitter {data.color_jitter:g}": data.color_jitter,
         f"stochastic depth {config.model.drop_path_rate}": config.model.drop_path_rate,
+        f"precision {precision}": precision not in ("32", "32-true"),
         f"seed {config.seed}": True,
     }
     return ", ".join(part for part, on in parts.items() if on)
