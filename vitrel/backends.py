@@ -63,8 +63,9 @@ CROSSOVERS: dict[tuple[str, str], int] = {
 }
 
 # Tokens below which plain attention in 16 bits trains faster written out: the fused kernel of a CPU has a slow backward
-# pass there (2 cores with bfloat16 units; level at 14x14 and 20x20, slower at 31x31).
-PLAIN_HALF = 200
+# pass there. Measured on 2 cores with bfloat16 units by
+#   python scripts/benchmark.py --what attention --dtype bfloat16 --presets none --backends written --grids 8 12 14
+PLAIN_HALF = 196
 
 
 @dataclass(frozen=True)

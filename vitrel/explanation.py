@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from vitrel.attention import RelativeAttention2d
@@ -44,8 +45,8 @@ def explain(model: nn.Module) -> Explanation:
     """Per relative attention: the terms, the backend taken, why, and the bytes that position adds for one image.
 
     Says it for the model as it is: in training mode what a step takes, else what inference takes, not traced, on the
-    device and with the type of its parameters. The bytes are what the forward pass holds for one image beyond plain
-    fused attention, by count of the largest tensors.
+    device and with the type of its parameters, or of autocast where it is on. The bytes are what the forward pass holds
+    for one image beyond plain fused attention, by count of the largest tensors.
     """
     reports = Explanation()
     for name, attn in model.named_modules():
@@ -62,7 +63,10 @@ def explain(model: nn.Module) -> Explanation:
                 rows = backend != "reference" and by_rows(patches, patches)
                 reason += f"; the kernel {'a row of queries at a time' if rows else 'as weights of all pairs'}"
             numbers = extra_numbers(backend, _case(attn), attn.position_terms.axes, attn.grid_size, attn.head_dim)
-            extra = numbers * attn.num_heads * attn.proj.weight.element_size()
+            size = attn.proj.weight.element_size()
+            if backend in ("written", "blocked"):  # which compute in float32 at least
+                size = max(size, 4)
+            extra = numbers * attn.num_heads * size
             reports.append(BlockReport(name.removesuffix(".attn"), terms, grid, backend, reason, extra))
     return reports
 
@@ -70,6 +74,7 @@ def explain(model: nn.Module) -> Explanation:
 def _case(attn: RelativeAttention2d) -> Case:
     tokens = attn.num_prefix_tokens + attn.grid_size[0] * attn.grid_size[1]
     dropout = attn.training and attn.attn_drop.p > 0
-    weight, spec = attn.proj.weight, attn.rel_pos
-    half = weight.element_size() == 2
-    return Case(spec, tokens, weight.device.type, grad=attn.training, dropout=dropout, half=half)
+    device, dtype = attn.proj.weight.device.type, attn.proj.weight.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    return Case(attn.rel_pos, tokens, device, grad=attn.training, dropout=dropout, half=dtype.itemsize == 2)

@@ -71,7 +71,7 @@ def attention_runs(
         terms = RelativeAttention2d(HEADS * WIDTH, HEADS, **options).to(**place).position_terms.train(grad)
         for parameter in terms.parameters():
             torch.nn.init.normal_(parameter)
-        case = Case(spec, tokens + prefix, torch.device(device).type, grad=grad)
+        case = Case(spec, tokens + prefix, torch.device(device).type, grad=grad, half=q.element_size() == 2)
         inputs = [make(batch, HEADS, prefix + tokens, WIDTH) for _ in range(3)] if prefix else [q, k, v]
         for wanted in backends:
             try:

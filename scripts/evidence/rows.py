@@ -42,8 +42,14 @@ def of(row: Row, run: Planned) -> bool:
 
 def same(then: Settings, now: Settings) -> bool:
     """Whether two runs have the same settings; those that did not exist then were at their defaults."""
-    defaults = identity(TrainConfig())
-    return {**defaults, **then} == {**defaults, **now}
+    return _whole(then) == _whole(now)
+
+
+def _whole(settings: Settings) -> Settings:
+    whole = {**identity(TrainConfig()), "trainer.precision": "32-true", **settings}
+    if whole["data.augment"] != "resized_crop":
+        whole.pop("data.scale", None)  # nothing else reads it
+    return whole
 
 
 def complete(row: Row | None, run: Planned) -> bool:

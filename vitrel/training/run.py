@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import sys
 import time
@@ -185,7 +184,6 @@ def guarded(work: Callable[[], object]) -> int:
     """Calls ``work``; what the user has to know becomes one line on the error stream and a status that is not 0."""
     try:
         work()
-        sys.stdout.flush()
     except StoppedError as e:
         if e.status < 128 or not getattr(rank_zero_only, "rank", 0):
             print(e, file=sys.stderr)
@@ -196,9 +194,6 @@ def guarded(work: Callable[[], object]) -> int:
             raise
         print(f"error: {message}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # whoever read the output, such as head, has gone; nor is there anything left to flush to
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # as a shell reports it
     except OSError as e:
         print(f"error: {e.filename or 'a file'}: {e.strerror or e}", file=sys.stderr)
         return 2
