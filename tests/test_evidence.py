@@ -212,7 +212,9 @@ def test_what_is_said_of_the_weights_is_their_line():
     seed = int(re.search(r"seed (\d+)\n", card)[1])
     lines = {row["seed"]: row for row in rows.read("positions") if row["row"] == "bias_kernel"}
     (top1,) = (size["top1"] for size in lines[seed]["sizes"] if size["rule"] == "trained size")  # in float32
-    assert f"{top1:.4f} top-1" in card  # tests/test_zoo.py tests the weights
+    assert f"{top1:.4f} top-1" in card
+    top5 = float(re.search(r"top-1, ([\d.]+) top-5 \(in float32\)", card)[1])  # to the digit in tests/test_zoo.py
+    assert top5 == pytest.approx(lines[seed]["test/acc5"], abs=5e-4)
     assert f"10 epochs, in float32: {100 * top1:.2f} % top-1" in (REPOSITORY / "README.md").read_text(encoding="utf-8")
     head = (REPOSITORY / "configs" / "cifar100.yaml").read_text(encoding="utf-8")
     assert f"10 epochs: {lines[0]['test/acc']:.3f} top-1 ({lines[0]['test/acc5']:.3f} top-5)" in head
