@@ -244,6 +244,25 @@ def test_a_table_says_what_it_holds(place):
     assert made.endswith("Not trained so far: none (seed 0).")
 
 
+def test_terms_switched_off_stand_beside_those_left_out_of_training(place):
+    yaml = """config: base.yaml
+settings: {trainer.max_epochs: 2}
+rows:
+  txl: {model.rel_pos: txl, ablate: true}
+  without_v: {model.rel_pos: {terms: [query, u]}}
+  without_u: {model.rel_pos: {terms: [query, v]}}
+"""
+    (place / "experiments" / "terms.yaml").write_text(yaml)
+    whole, without_v, _ = plans.plan(["terms"])
+    off = [{"off": name, "top1": top1} for name, top1 in (("nothing", 0.501), ("u", 0.4), ("v", 0.3))]
+    rows.keep(whole, {"test/acc": 0.5, "ablation": off})
+    rows.keep(without_v, {"test/acc": 0.45})
+    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables.terms().splitlines()[2:5]] == [
+        ["nothing", "50.0", "50.1", "query+u+v"], ["u", "", "40.0", ""], ["v", "45.0", "30.0", "query+u"],
+    ]  # fmt: skip
+    assert tables.terms().endswith("Not trained so far: without_u (seed 0).")
+
+
 def test_the_command_line_lists_and_refuses(tmp_path):
     def script(*words):
         return preloaded.run([str(REPOSITORY / "scripts" / "experiments.py"), *words], tmp_path, dict(os.environ))

@@ -151,11 +151,13 @@ def terms() -> str:
     for _, row in rows.get("txl", []):
         for line in row.get("ablation", []):
             off.setdefault(line["off"], []).append(100 * line["top1"])
+    trained = {"nothing" if name == "txl" else name.removeprefix("without_"): runs for name, runs in rows.items()}
     cells = []
-    for name, runs in rows.items():
-        gone = "nothing" if name == "txl" else name.removeprefix("without_")
+    for gone in dict.fromkeys((*off, *trained)):
+        runs = trained.get(gone, [])
         switched = f"{fmean(off[gone]):.1f}" if gone in off else ""
-        cells.append([gone, percent(runs), switched, "+".join(runs[0][1]["settings"]["model.rel_pos.terms"])])
+        kept = "+".join(runs[0][1]["settings"]["model.rel_pos.terms"]) if runs else ""
+        cells.append([gone, percent(runs) if runs else "", switched, kept])
     heads = ["without", "trained without: test top-1 %", "switched off after training: test top-1 %", "terms trained"]
     return _or_nothing(markdown(heads, cells), cells, missing)
 
