@@ -9,6 +9,7 @@ PACKAGE = Path(__file__).parents[1] / "vitrel"
 ORDER = [
     "grid",
     "resize",
+    "stretched",
     "initial",
     "lookup",
     "learned",

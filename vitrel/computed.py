@@ -10,19 +10,24 @@ from torch import Tensor, nn
 
 from vitrel.initial import fill
 from vitrel.lookup import Axes, Tables
+from vitrel.resize import RESIZE
+from vitrel.stretched import Stretched
 
 
-class SinusoidTable(nn.Module):
+class SinusoidTable(Stretched):
     """Transformer-XL's R: the sinusoid of each offset through a learned projection, one per axis.
 
     ``R(Δ) = W_h r(Δh) + W_w r(Δw)`` with ``r(Δ) = [sin(Δ f) | cos(Δ f)]``, ``f_n = 10000^(-2n/D)`` (Dai et al.,
     arXiv 1901.02860, eq. 5). A joint table of two such halves is the same sum, so there is only this separable one.
+    For other distances than it was made for, ``interpolate`` and ``geometric`` take the sinusoid at the place that they
+    read of a table, between its entries; ``clamp`` and ``crop`` take that of the offset itself, however far.
 
     Args:
         heads: H, or 1 for one table shared by all heads.
         axes: Distance maps of rows and columns (``clamp``, directed).
         width: d for a vector table, None for a scalar one.
         sinusoid_width: D, even; the model's width in the original.
+        resize: A key of ``RESIZE``.
         init_std: Standard deviation of the projections; 0 fills them with zeros.
 
     Raises:
@@ -36,11 +41,12 @@ class SinusoidTable(nn.Module):
         width: int | None = None,
         *,
         sinusoid_width: int,
+        resize: str = "clamp",
         init_std: float = 0.02,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__((axes[0].size, axes[1].size), resize, device)
         if sinusoid_width % 2:
             raise ValueError(f"sinusoid_width: expected an even number, got {sinusoid_width}")
         self.heads, self.width, self.axes = heads, width, axes
@@ -51,22 +57,25 @@ class SinusoidTable(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        super().reset_parameters()
         fill(self.proj_h, self.init_std)
         fill(self.proj_w, self.init_std)
 
     def forward(self, axes: Axes | None = None) -> Tables:
         return tuple(
-            self._entries(proj, axis.size)
-            for proj, axis in zip((self.proj_h, self.proj_w), axes or self.axes, strict=True)
+            self._entries(proj, axis.size, made_for)
+            for proj, axis, made_for in zip((self.proj_h, self.proj_w), axes or self.axes, self.made_for, strict=True)
         )
 
     def set_axes(self, axes: Axes) -> None:
-        """Take other distances; nothing is resized, since the entries follow from the projections."""
+        """Take other distances; no parameter is resized, since the entries follow from the projections."""
         self.axes = axes
 
-    def _entries(self, proj: Tensor, size: int) -> Tensor:
-        distance = torch.arange(-size, size + 1, device=proj.device)
+    def _entries(self, proj: Tensor, size: int, made_for: int) -> Tensor:
         dtype = torch.promote_types(proj.dtype, torch.float32)
+        distance = torch.arange(-size, size + 1, device="cpu" if self.stretches else proj.device)
+        if self.stretches:
+            distance = RESIZE[self.resize](distance.double(), made_for, size).to(proj.device, dtype)
         table = sinusoid(distance, self.sinusoid_width, dtype).to(proj.dtype) @ proj.T
         shape = (len(distance), self.heads) if self.width is None else (len(distance), self.heads, self.width)
         return table.reshape(shape).transpose(0, 1)

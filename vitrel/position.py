@@ -14,7 +14,8 @@ from vitrel.initial import LOCAL
 from vitrel.learned import LearnedTable
 from vitrel.lookup import Axes, Tables
 from vitrel.relpos import RelPos
-from vitrel.rotary import AxialFrequencies, MixedFrequencies
+from vitrel.rotary import AxialFrequencies, Frequencies, MixedFrequencies
+from vitrel.stretched import Stretched
 from vitrel.terms import TERMS, Term
 
 T = TypeVar("T")
@@ -91,7 +92,7 @@ class PositionTerms(nn.Module):
     ) -> None:
         super().__init__()
         self.rel_pos, self.num_heads, self.head_dim = rel_pos, num_heads, head_dim
-        self.scales, self.axes = rel_pos.scales(head_dim), rel_pos.axes(grid_size)
+        self.scales, self.axes, self.grid_size = rel_pos.scales(head_dim), rel_pos.axes(grid_size), grid_size
         self._kept: tuple[Hashable, list[Tensor], Position] | None = None
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
         self._vectors = [name for name in rel_pos.terms if TERMS[name].vector]
@@ -107,18 +108,20 @@ class PositionTerms(nn.Module):
     def _table(self, term: Term, dim: int, dd: dict[str, Any]) -> nn.Module:
         spec, heads = self.rel_pos, 1 if self.rel_pos.share_heads else self.num_heads
         if term.table == "axial":
-            return AxialFrequencies(self.head_dim, spec.theta or 100.0)
+            return AxialFrequencies(self.head_dim, self.grid_size, spec.theta or 100.0, spec.resize, dd["device"])
         if term.table == "mixed":
-            return MixedFrequencies(heads, self.head_dim, spec.theta or 10.0, **dd)
+            return MixedFrequencies(heads, self.head_dim, self.grid_size, spec.theta or 10.0, spec.resize, **dd)
         width = self.head_dim if term.table == "vector" else None
+        options: dict[str, Any]
         if spec.source == "mlp":
             return MlpTable(heads, self.axes, coords=spec.mlp_coords, hidden=spec.mlp_hidden, **dd)
         local = spec.init if spec.init in LOCAL and term.table == "scalar" else None
         std = self._init_std(term)
         if spec.source == "sinusoid":
-            return SinusoidTable(heads, self.axes, width, sinusoid_width=dim, init_std=std, **dd)
+            options = {"sinusoid_width": dim, "resize": spec.resize, "init_std": std}
+            return SinusoidTable(heads, self.axes, width, **options, **dd)
         weights = term.table == "weights"
-        options: dict[str, Any] = {"joint": weights or spec.table == "joint", "sums": weights}
+        options = {"joint": weights or spec.table == "joint", "sums": weights}
         options |= {"resize": spec.resize, "init_std": std, "local": local}
         return LearnedTable(heads, self.axes, width, **options, **dd)
 
@@ -135,9 +138,11 @@ class PositionTerms(nn.Module):
 
     def set_grid_size(self, grid_size: tuple[int, int]) -> None:
         """Give the tables the size of another grid (h, w), by the rule ``rel_pos.resize``."""
-        self.axes = self.rel_pos.axes(grid_size)
+        self.axes, self.grid_size = self.rel_pos.axes(grid_size), grid_size
         for table in self.children():
-            if isinstance(table, (LearnedTable, SinusoidTable, MlpTable)):
+            if isinstance(table, Frequencies):
+                table.grid_size = grid_size
+            elif isinstance(table, (LearnedTable, SinusoidTable, MlpTable)):
                 table.set_axes(self.axes)
 
     def covers(self, dh: Tensor, dw: Tensor, as_they_are: bool = False) -> Tensor:
@@ -177,7 +182,8 @@ class PositionTerms(nn.Module):
             self._kept = None
             return self._position(grid_size)
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        key = (grid_size, self.axes, self.rel_pos, tuple(self.scales.items()), autocast)
+        made_for = tuple(table.made_for for table in self.children() if isinstance(table, Stretched))
+        key = (grid_size or self.grid_size, self.axes, made_for, self.rel_pos, tuple(self.scales.items()), autocast)
         parameters = list(self.parameters())
         kept = self._kept  # another thread may set it to None
         if kept is not None and kept[0] == key and _same(kept[1], parameters):
@@ -208,7 +214,10 @@ class PositionTerms(nn.Module):
             scales=self.scales,
             axes=other or self.axes,
             tables={
-                name: tuple(t.expand(self.num_heads, *t.shape[1:]) for t in cast(Tables, table(other)))
+                name: tuple(
+                    t.expand(self.num_heads, *t.shape[1:])
+                    for t in cast(Tables, table(grid_size if isinstance(table, Frequencies) else other))
+                )
                 for name, table in self.named_children()
             },
             prefix=vectors.pop("prefix", None),

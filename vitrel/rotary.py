@@ -8,33 +8,70 @@ import torch
 from torch import Tensor, nn
 
 from vitrel.grid import Where
-from vitrel.lookup import Axes, Tables
+from vitrel.lookup import Tables
+from vitrel.stretched import Stretched
 
 
-class AxialFrequencies(nn.Module):
-    """RoPE-Axial: the first half of the feature pairs turns with the column, the second with the row; no parameters.
+class Frequencies(Stretched):
+    """Radians per row and per column of each feature pair; ``forward()`` gives both, each (H or 1, d/2).
 
-    Heo et al., arXiv 2403.13298: pair m turns by ``x θ^(-4m/d)``, pair d/4 + m by ``y θ^(-4m/d)``, m < d/4.
-    ``forward()`` returns (row frequencies, column frequencies), each (1, d/2), radians per patch.
+    On another grid than the one it was made for, ``interpolate`` and ``geometric`` turn as far from edge to edge as on
+    that one (position interpolation, Chen et al., arXiv 2306.15595), ``clamp`` and ``crop`` as far per patch.
+
+    Args:
+        width: d.
+        grid_size: (h, w) in patches.
+        resize: A key of ``vitrel.resize.RESIZE``.
 
     Raises:
         ValueError: If d is not a multiple of 4.
     """
 
-    def __init__(self, width: int, theta: float = 100.0) -> None:
-        super().__init__()
+    def __init__(
+        self, width: int, grid_size: tuple[int, int], resize: str = "clamp", device: torch.device | str | None = None
+    ) -> None:
         if width % 4:
             raise ValueError(f"rotary: the width of a head must be a multiple of 4, got {width}")
-        self.width, self.theta = width, theta
+        super().__init__(grid_size, resize, device)
+        self.width, self.grid_size = width, grid_size
 
-    def forward(self, axes: Axes | None = None) -> Tables:
+    def forward(self, grid_size: tuple[int, int] | None = None) -> Tables:
+        """The frequencies on the grid that is set, or on another one."""
+        frequencies = self._frequencies()
+        if not self.stretches:
+            return frequencies
+        sides = zip(frequencies, self.made_for, grid_size or self.grid_size, strict=True)
+        return tuple(frequency * (old / side) for frequency, old, side in sides)
+
+    def _frequencies(self) -> Tables:
+        raise NotImplementedError
+
+
+class AxialFrequencies(Frequencies):
+    """RoPE-Axial: the first half of the feature pairs turns with the column, the second with the row; no parameters.
+
+    Heo et al., arXiv 2403.13298: pair m turns by ``x θ^(-4m/d)``, pair d/4 + m by ``y θ^(-4m/d)``, m < d/4.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        grid_size: tuple[int, int],
+        theta: float = 100.0,
+        resize: str = "clamp",
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(width, grid_size, resize, device)
+        self.theta = theta
+
+    def _frequencies(self) -> Tables:
         quarter = torch.arange(0, self.width, 4, dtype=torch.float64, device="cpu")
         frequency = self.theta ** (-quarter / self.width)
         zeros = torch.zeros_like(frequency)
         return torch.cat([zeros, frequency])[None], torch.cat([frequency, zeros])[None]
 
 
-class MixedFrequencies(nn.Module):
+class MixedFrequencies(Frequencies):
     """RoPE-Mixed: each feature pair of each head turns along a learned direction (Heo et al., arXiv 2403.13298).
 
     Parameters ``freqs_h`` and ``freqs_w``, each (H, d/2), radians per patch; they start as two sets of axial
@@ -45,13 +82,13 @@ class MixedFrequencies(nn.Module):
         self,
         heads: int,
         width: int,
+        grid_size: tuple[int, int],
         theta: float = 10.0,
+        resize: str = "clamp",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        if width % 4:
-            raise ValueError(f"rotary: the width of a head must be a multiple of 4, got {width}")
+        super().__init__(width, grid_size, resize, device)
         self.theta = theta
         self.freqs_h = nn.Parameter(torch.empty(heads, width // 2, device=device, dtype=dtype))
         self.freqs_w = nn.Parameter(torch.empty(heads, width // 2, device=device, dtype=dtype))
@@ -59,6 +96,7 @@ class MixedFrequencies(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
+        super().reset_parameters()
         heads, pairs = self.freqs_h.shape
         device = self.freqs_h.device
         magnitude = self.theta ** (-torch.arange(0, 2 * pairs, 4, device=device) / (2 * pairs))
@@ -66,7 +104,7 @@ class MixedFrequencies(nn.Module):
         for parameter, turn in ((self.freqs_w, torch.cos), (self.freqs_h, torch.sin)):
             parameter.copy_(torch.cat([magnitude * turn(angle), magnitude * turn(angle + math.pi / 2)], -1))
 
-    def forward(self, axes: Axes | None = None) -> Tables:
+    def _frequencies(self) -> Tables:
         return self.freqs_h, self.freqs_w
 
 

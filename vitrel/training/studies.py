@@ -23,6 +23,7 @@ from vitrel.ablate import switchable, switched_off
 from vitrel.attention import RelativeAttention2d
 from vitrel.learned import LearnedTable
 from vitrel.resize import RESIZE
+from vitrel.stretched import Stretched
 from vitrel.training.data import PictureDataModule, normalize
 from vitrel.training.fileio import ConfigError
 from vitrel.training.model import patch_pixels
@@ -135,7 +136,7 @@ class Study:
             except Exception as e:  # timm asserts, or has no such method
                 reason = " ".join(str(e).split()) or type(e).__name__
                 raise ConfigError(f"sizes: {size[0]}x{size[1]} px does not fit this model ({reason})") from None
-            if _entries(net) == before:
+            if _entries(net) == before and not any(isinstance(m, Stretched) for m in net.modules()):
                 return {"none": net}
             nets[rule] = net
         return nets
@@ -209,7 +210,7 @@ def _set_rule(net: nn.Module, rule: str) -> None:
         if isinstance(module, RelativeAttention2d):
             module._spec = replace(module._spec, resize=rule)
             module.position_terms.rel_pos = module._spec
-        elif isinstance(module, LearnedTable):
+        elif isinstance(module, (LearnedTable, Stretched)):
             module.resize = rule
 
 
