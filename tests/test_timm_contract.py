@@ -574,7 +574,7 @@ def test_torch_export(case, model, strict):
     close(program.module()(x), model(x))
 
 
-@pytest.mark.parametrize("name", ["rope+bias-1", "bias+kernel-1", "txl-1"])
+@pytest.mark.parametrize("name", ["rope+bias-1", "bias+kernel-1", "txl-1", "sinusoid-1"])
 def test_an_exported_program_takes_other_sizes(name):
     case = CASES[name]
     model = case.build(dynamic_img_size=True, depth=1)

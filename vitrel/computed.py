@@ -77,7 +77,7 @@ class SinusoidTable(Stretched):
         if self.stretches:
             distance = RESIZE[self.resize](distance.double(), made_for, size).to(proj.device, dtype)
         table = sinusoid(distance, self.sinusoid_width, dtype).to(proj.dtype) @ proj.T
-        shape = (len(distance), self.heads) if self.width is None else (len(distance), self.heads, self.width)
+        shape = (table.shape[0], self.heads, *(() if self.width is None else (self.width,)))  # len() would fix the size
         return table.reshape(shape).transpose(0, 1)
 
 

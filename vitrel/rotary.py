@@ -13,7 +13,7 @@ from vitrel.stretched import Stretched
 
 
 class Frequencies(Stretched):
-    """Radians per row and per column of each feature pair; ``forward()`` gives both, each (H or 1, d/2).
+    """Radians per row and per column of each feature pair; ``forward(grid_size)`` gives both, each (H or 1, d/2).
 
     On another grid than the one it was made for, ``interpolate`` and ``geometric`` turn as far from edge to edge as on
     that one (position interpolation, Chen et al., arXiv 2306.15595), ``clamp`` and ``crop`` as far per patch.
@@ -35,16 +35,12 @@ class Frequencies(Stretched):
         super().__init__(grid_size, resize, device)
         self.width, self.grid_size = width, grid_size
 
-    def forward(self, grid_size: tuple[int, int] | None = None) -> Tables:
-        """The frequencies on the grid that is set, or on another one."""
-        frequencies = self._frequencies()
+    def _on_grid(self, frequencies: Tables, grid_size: tuple[int, int] | None) -> Tables:
+        """Frequencies of the grid that they were made for, on another (h, w) or on the one that is set."""
         if not self.stretches:
             return frequencies
         sides = zip(frequencies, self.made_for, grid_size or self.grid_size, strict=True)
         return tuple(frequency * (old / side) for frequency, old, side in sides)
-
-    def _frequencies(self) -> Tables:
-        raise NotImplementedError
 
 
 class AxialFrequencies(Frequencies):
@@ -64,11 +60,11 @@ class AxialFrequencies(Frequencies):
         super().__init__(width, grid_size, resize, device)
         self.theta = theta
 
-    def _frequencies(self) -> Tables:
+    def forward(self, grid_size: tuple[int, int] | None = None) -> Tables:
         quarter = torch.arange(0, self.width, 4, dtype=torch.float64, device="cpu")
         frequency = self.theta ** (-quarter / self.width)
         zeros = torch.zeros_like(frequency)
-        return torch.cat([zeros, frequency])[None], torch.cat([frequency, zeros])[None]
+        return self._on_grid((torch.cat([zeros, frequency])[None], torch.cat([frequency, zeros])[None]), grid_size)
 
 
 class MixedFrequencies(Frequencies):
@@ -104,8 +100,8 @@ class MixedFrequencies(Frequencies):
         for parameter, turn in ((self.freqs_w, torch.cos), (self.freqs_h, torch.sin)):
             parameter.copy_(torch.cat([magnitude * turn(angle), magnitude * turn(angle + math.pi / 2)], -1))
 
-    def _frequencies(self) -> Tables:
-        return self.freqs_h, self.freqs_w
+    def forward(self, grid_size: tuple[int, int] | None = None) -> Tables:
+        return self._on_grid((self.freqs_h, self.freqs_w), grid_size)
 
 
 def angles(frequencies: Tables, grid: Where, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ class Stretched(nn.Module):
 
     def __init__(self, size: tuple[int, int], resize: str, device: torch.device | str | None = None) -> None:
         super().__init__()
-        self.made_for, self.resize = size, resize
+        self.made_for, self.resize = size, resize  # as numbers, so that a step need not read them from the device
         self.register_buffer("reference", torch.tensor(size, dtype=torch.int64, device=device))
 
     @property
@@ -31,7 +31,7 @@ class Stretched(nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):  # type: ignore[no-untyped-def]
         stored = state_dict.get(prefix + "reference")
-        if stored is None:  # of before there was one, or of parameters alone
+        if stored is None:  # weights from elsewhere, or parameters alone
             device = "cpu" if self.reference.is_meta else self.reference.device
             state_dict[prefix + "reference"] = torch.tensor(self.made_for, device=device)
         elif tuple(stored.shape) == (2,) and not stored.is_meta:
