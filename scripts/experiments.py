@@ -40,6 +40,12 @@ def work(args: argparse.Namespace, options: list[str]) -> None:
             raise ConfigError("; ".join(problems))
 
 
+def positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a whole number of 1 or more, got {text!r}")
+    return int(text)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -48,8 +54,8 @@ if __name__ == "__main__":
     what.add_argument("--list", action="store_true", help="name all runs and what they reached")
     what.add_argument("--tables", action="store_true", help="write the tables of README.md and RESULTS.md anew")
     what.add_argument("--run", nargs="*", metavar="NAME", help="train GROUP, GROUP.ROW or GROUP.ROW.SEED [all]")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time [1]")
-    parser.add_argument("--threads", type=int, default=2, help="threads of each [2]")
+    parser.add_argument("--jobs", type=positive, default=1, help="runs at a time [1]")
+    parser.add_argument("--threads", type=positive, default=2, help="threads of each [2]")
     parser.add_argument("--runs", type=Path, default=Path("runs/experiments"), help="their folder [runs/experiments]")
     args, options = parser.parse_known_args()
     if options and args.run is None:

@@ -1,8 +1,10 @@
 """Experiments: every planned run is one, a driver that goes on, and pages whose tables follow from results/."""
 
+import fcntl
 import json
 import os
 import re
+import shutil
 from decimal import Decimal
 from pathlib import Path
 
@@ -27,6 +29,9 @@ model: {arch: vitrel_micro_patch4_32, img_size: 16, depth: 1, embed_dim: 16, num
 trainer: {accelerator: cpu}
 logger: {maps_every: 0}
 """
+
+
+LINE = {"parameters": 1234, "test/acc": 0.5, "val/acc": [0.1, 0.25], "epochs": 2}
 
 
 @pytest.fixture
@@ -85,8 +90,13 @@ def test_names_choose_runs(place):
             r"small\.yaml: unknown key 'setings', expected ablate, config, rows, settings, sizes",
         ),
         ("config: base.yaml", "", r"small\.yaml: expected config, and rows"),
-        ("seeds: [0, 1]", "seeds: 0", r"small\.yaml: expected config, and rows"),
-        ("sizes: [24]", "sizes: [banana]", "expected pixels such as 48, or 48x32 for rows x columns, got 'banana'"),
+        ("seeds: [0, 1]", "seeds: 0", r"small\.yaml: bias: seeds: expected different numbers of 0 or more, got 0"),
+        ("seeds: [0, 1]", "seeds: [0, 0]", r"small\.yaml: bias: seeds: expected different numbers"),
+        ("seeds: [0, 1]", "seeds: [-1]", r"small\.yaml: bias: seeds: expected different numbers"),
+        ("ablate: true", "ablate: 'no'", r"small\.yaml: bias: ablate: expected true or false, got 'no'"),
+        ("  bias:", "  a/b:", r"small\.yaml: a/b: expected a name of letters, digits and underscores"),
+        ("sizes: [24]", "sizes: [banana]", r"small\.yaml: bias: sizes: expected pixels such as 48, or 48x32 for rows"),
+        ("sizes: [24]", "sizes: 24", r"small\.yaml: bias: sizes: expected a list of pixels"),
         ("base.yaml", "other.yaml", r"small\.yaml: bias: --config: there is no"),
     ],
 )
@@ -97,11 +107,73 @@ def test_a_mistake_in_a_file_is_named(place, old, new, message):
         plans.plan()
 
 
-def test_a_damaged_line_is_named(place):
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("settings", [], r"settings: expected the settings by name, got \[\]"),
+        ("seed", "0", 'seed: expected a whole number, got "0"'),
+        ("parameters", None, "parameters: expected a whole number, got null"),
+        ("test/acc", float("nan"), "test/acc: expected a number from 0 to 1, got NaN"),
+        ("test/acc", "0.5", "test/acc: expected a number from 0 to 1"),
+        ("val/acc", [], "val/acc: expected such numbers"),
+        ("val/acc", [0.1, 52], "val/acc: expected such numbers"),
+        ("sizes", [{}], "sizes: expected rows, cols, rule and top1 each"),
+        ("sizes", "abc", "sizes: expected rows, cols, rule and top1 each"),
+        ("ablation", [{"off": "bias"}], "ablation: expected off and top1 each"),
+    ],
+)
+def test_a_line_that_tables_cannot_be_made_of_is_named(place, key, value, message):
+    one = plans.plan()[0]
+    with pytest.raises(ValueError, match=message):
+        rows.keep(one, {**LINE, key: value})
+    assert rows.read("small") == []
+    rows.keep(one, LINE)
+    file = place / "results" / "small.jsonl"
+    (row,) = rows.read("small")
+    file.write_text(file.read_text() + json.dumps({**row, "seed": 1, key: value}) + "\n")
+    with pytest.raises(ConfigError, match=rf"small\.jsonl, line 2: not the line of a run \({message}"):
+        rows.find(one)
+
+
+@pytest.mark.parametrize("line", [b"<<<<<<< HEAD", b"[]", b'"\xff"', b'{"row": "bias"}'])
+def test_a_damaged_line_is_named(place, line):
     (place / "results").mkdir()
-    (place / "results" / "small.jsonl").write_text("<<<<<<< HEAD\n")
+    file = place / "results" / "small.jsonl"
+    file.write_bytes(line + b"\n")
     with pytest.raises(ConfigError, match=r"small\.jsonl, line 1: not the line of a run"):
         rows.find(plans.plan()[0])
+    file.unlink()
+    rows.keep(plans.plan()[0], LINE)
+    file.write_text(2 * file.read_text())
+    with pytest.raises(ConfigError, match=r"line 2: not the line of a run \(there is another line of bias, seed 0\)"):
+        rows.find(plans.plan()[0])
+
+
+@pytest.mark.parametrize("text", ["", '{"rows": []}', '{"rows": [{"name": "none"}]}', "[]"])
+def test_damaged_costs_are_named(place, text, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", place)
+    (place / "cost.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"cost\.json: not what scripts/benchmark\.py --json writes"):
+        tables.fill("<!-- table: cost -->\n<!-- end -->")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "sizes: [24]",
+            "sizes: [33]",
+            r"small\.bias: sizes: 33x33 px is not a multiple of the model's patch of 4x4 px",
+        ),
+        ("bias, seeds", "none, seeds", r"small\.bias: ablate: the model has no position terms to switch off"),
+    ],
+)
+def test_what_a_model_cannot_be_tested_on_is_refused_before_it_is_trained(place, old, new, message):
+    assert old in SMALL
+    (place / "experiments" / "small.yaml").write_text(SMALL.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=message):
+        train.Trainer(place / "runs", [], threads=1).train(plans.plan(), jobs=1)
+    assert not (place / "runs").exists()
 
 
 @pytest.mark.parametrize("options", [["--trainer.max_epochs", "1"], ["--seed", "3"], ["--name=x"]])
@@ -112,8 +184,8 @@ def test_options_that_would_change_a_row_are_refused(place, options):
 
 def test_a_row_counts_for_the_settings_that_it_was_made_with(place):
     first, second, _ = plans.plan()
-    rows.keep(first, {"test/acc": 0.5})
-    rows.keep(second, {"test/acc": 0.7})
+    rows.keep(first, LINE)
+    rows.keep(second, {**LINE, "test/acc": 0.7})
     assert rows.find(first)["test/acc"] == 0.5
     older = {k: v for k, v in first.settings.items() if k != "data.mixup"}  # a setting that did not exist then
     assert rows.same(older, first.settings)
@@ -129,7 +201,7 @@ def test_a_row_counts_for_the_settings_that_it_was_made_with(place):
     assert not rows.complete({"sizes": [{"rows": 24, "cols": 24}]}, first)  # no ablation
     assert not rows.complete({"sizes": [{"rows": 32, "cols": 24}], "ablation": []}, first)
     assert rows.complete({"sizes": [{"rows": 24, "cols": 24}], "ablation": []}, first)
-    rows.keep(changed[0], {"test/acc": 0.6})
+    rows.keep(changed[0], {**LINE, "test/acc": 0.6})
     assert [row["test/acc"] for row in rows.read("small")] == [0.7, 0.6]  # the older line of the run is gone
 
 
@@ -137,9 +209,11 @@ def test_a_row_counts_for_the_settings_that_it_was_made_with(place):
 def test_the_driver_trains_what_is_missing_and_goes_on_after_a_stop(place, monkeypatch):
     one, _, none = plans.plan()
     trainer = train.Trainer(place / "runs", ["--data.num_workers", "-1"], threads=1)
-    (problem,) = trainer.train([none], jobs=1)
-    assert problem == f"small.none.0: train.py ended with 2, see {place / 'runs' / 'small.none.0.log'}"
+    (problem,) = trainer.train([none, one], jobs=1)  # the second is not started
+    assert problem.startswith("small.none.0: train.py ended with 2 (data.num_workers: expected ")
+    assert problem.endswith(f", see {place / 'runs' / 'small.none.0.log'}")
     assert rows.read("small") == []
+    assert not (place / "runs" / "small.bias.0.log").exists()
 
     calls = []
 
@@ -160,7 +234,28 @@ def test_the_driver_trains_what_is_missing_and_goes_on_after_a_stop(place, monke
     assert trainer.train([one], jobs=1) == []
     assert [command[0] for command in calls] == ["train.py", "evaluate.py"]  # what has its line is passed over
 
-    (trainer.runs / one.name / "version_0" / "results.json").unlink()  # as if it had been killed before its test
+    with (trainer.runs / f".{one.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        rows.keep(one, LINE)
+        assert trainer.train([one], jobs=1) == []  # another process is at it
+    assert len(calls) == 2
+    results = trainer.runs / one.name / "version_0" / "results.json"
+    whole = results.read_text()
+    for text in ("", "[]", '{"test/acc": 0.5}'):
+        results.write_text(text)
+        (problem,) = trainer.train([one], jobs=1)
+        assert problem.startswith(f"{one.name}: {'parameters' if text else results}: ")
+        assert rows.read("small")[0]["test/acc"] == 0.5
+        assert problem.endswith(f", see {trainer.runs / one.name}.log")
+    results.write_text(whole)
+    shutil.copytree(results.parent, begun := results.parent.with_name("version_1"))  # begun anew, though it had ended
+    (begun / "results.json").unlink()
+    assert trainer.train([one], jobs=1) == []
+    assert rows.read("small")[0]["test/acc"] == row["test/acc"]
+    shutil.rmtree(begun)
+    del calls[2:]
+
+    results.unlink()  # as if it had been killed before its test
     rows.keep(one, {key: value for key, value in row.items() if key not in ("row", "seed", "settings", "sizes")})
     assert trainer.train([one], jobs=1) == []
     assert calls[2][-2:] == ["--ckpt_path", str(trainer.runs / one.name / "version_0" / "checkpoints" / "last.ckpt")]
@@ -222,16 +317,18 @@ def test_what_is_said_of_the_weights_is_their_line():
 
 def test_a_table_says_what_it_holds(place):
     one, two, _ = plans.plan()
-    base = {"parameters": 1234, "val/acc": [0.1, 0.25], "epochs": 2}
     sizes = [{"rows": 48, "cols": 48, "rule": r, "top1": t} for r, t in (("clamp", 0.2), ("interpolate", 0.45))]
     sizes.insert(0, {"rows": 32, "cols": 32, "rule": "trained size", "top1": 0.48})
-    rows.keep(one, {**base, "test/acc": 0.5, "sizes": sizes})
+    rows.keep(one, {**LINE, "sizes": sizes})
     other = [{**size, "top1": 0.6} if size["rule"] == "trained size" else size for size in sizes]
-    rows.keep(two, {**base, "test/acc": 0.6, "sizes": other})
+    rows.keep(two, {**LINE, "test/acc": 0.6, "sizes": other})
     found, missing = tables.by_row("small")
     assert missing == ["none (seed 0)"]
     assert tables.percent(found["bias"]) == "55.0 (50.0, 60.0)"
-    assert tables.kept(found["bias"]) == "84.4, interpolate"  # the mean of 93.75 and 75
+    assert tables.kept(found["bias"]) == "84.4"  # the mean of 93.75 and 75
+    parts = [{**sizes[0]}, {**sizes[2], "top1": 0.24}, {**sizes[1], "rule": "geometric", "top1": 0.36}]
+    assert tables.kept([(one, {"sizes": parts})]) == "50.0 (75.0 geometric)"
+    assert tables.kept([(one, {"sizes": [parts[0], {**parts[1], "rule": "none"}]})]) == "50.0"
     assert tables.fill("a\n<!-- table: cost -->\nold\n<!-- end -->\nb").startswith(
         "a\n<!-- table: cost -->\n| none = 1 |"
     )
@@ -255,8 +352,8 @@ rows:
     (place / "experiments" / "terms.yaml").write_text(yaml)
     whole, without_v, _ = plans.plan(["terms"])
     off = [{"off": name, "top1": top1} for name, top1 in (("nothing", 0.501), ("u", 0.4), ("v", 0.3))]
-    rows.keep(whole, {"test/acc": 0.5, "ablation": off})
-    rows.keep(without_v, {"test/acc": 0.45})
+    rows.keep(whole, {**LINE, "ablation": off})
+    rows.keep(without_v, {**LINE, "test/acc": 0.45})
     assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables.terms().splitlines()[2:5]] == [
         ["nothing", "50.0", "50.1", "query+u+v"], ["u", "", "40.0", ""], ["v", "45.0", "30.0", "query+u"],
     ]  # fmt: skip
@@ -278,5 +375,5 @@ def test_the_command_line_lists_and_refuses(tmp_path):
 
 def test_a_line_is_plain_data(place):
     one = plans.plan()[0]
-    rows.keep(one, {"test/acc": 0.5})
+    rows.keep(one, LINE)
     assert json.loads((place / "results" / "small.jsonl").read_text())["settings"] == one.settings

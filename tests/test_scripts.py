@@ -1,7 +1,10 @@
 """How the scripts end on a mistake: status 2 and one line that begins with ``error:`` and names the file."""
 
 import json
+import os
 import runpy
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -55,6 +58,38 @@ def test_bias_maps_are_drawn_beside_the_model(run, monkeypatch, capsys):
         assert status in (None, 0), written.err
         assert written.out.split() == [str(run / name) for name in made]
         assert all((run / name).stat().st_size > 200 for name in made)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("bias_maps.py", "--html", "p.html", "--blocks", "0"), "--html: the page has all blocks; leave out"),
+        (("bias_maps.py", "--html", "p.html", "--together", "a.png"), "--html: the page has all blocks; leave out"),
+        (("bias_maps.py", "--together", "a.png", "--out", "o"), "--out: expected with neither --html nor --together"),
+        (("bias_maps.py", "--together", "a.txt"), "--together: expected a file that ends in .png, got a.txt"),
+        (("bias_maps.py", "--html", "page"), "--html: expected a file that ends in .html, got page"),
+        (("bias_maps.py", "--out", __file__), f"--out: {__file__} is a file, expected a folder"),
+        (("bias_maps.py", "--data.root", "o"), "is no run, and has no data; give image files with --pictures"),
+    ],
+)
+def test_options_without_an_effect_are_refused(run, words, message, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    status, written = script(words[0], run / "model", *words[1:], monkeypatch=monkeypatch, capsys=capsys)
+    assert (status, written.out) == (2, "")
+    assert message in written.err
+    assert written.err.count("\n") == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_reader_that_has_gone_is_no_error(tmp_path):
+    words = [sys.executable, str(SCRIPTS / "experiments.py"), "--list"]
+    with (tmp_path / "said").open("w") as said:
+        read, write = os.pipe()
+        os.close(read)
+        status = subprocess.run(words, stdout=write, stderr=said, check=False).returncode
+        os.close(write)
+    assert status == 128 + signal.SIGPIPE
+    assert (tmp_path / "said").read_text() == ""
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,29 @@ def test_every_backend_sees_the_rows_above(rel_pos, backend):
     same_gradients(gradients(net, tokens), gradients(net, full[:, 2:]))
 
 
+COMPUTED = [
+    {"preset": "txl", "source": "sinusoid"},
+    {"preset": "cpb"},
+    {"preset": "cpb", "mlp_coords": "cr"},
+]
+
+
+@pytest.mark.parametrize("rule", ["interpolate", "geometric", "clamp", "crop"])
+@pytest.mark.parametrize("rel_pos", COMPUTED, ids=str)
+def test_computed_tables_have_the_offsets_of_rows_above_and_are_not_stretched_to_them(rel_pos, rule):
+    """As full attention to the own strip and all above on the large grid, whose entries are those of the offsets."""
+    net, large = model(3, 1, 1, {**rel_pos, "resize": rule}), model(3, 1, 1, {**rel_pos, "resize": "clamp"})
+    x = image()
+    assert not large.load_state_dict(net.state_dict()).missing_keys
+    large.set_input_size((7 * PATCH, COLS * PATCH))
+    full = large.forward_features(x, attn_mask=sees_above(7, 2, 1))
+    reader = StripReader(net, 2, detach=False)
+    torch.testing.assert_close(reader.forward_features(x), full[:, 1:], rtol=0, atol=1e-12)
+    with torch.inference_mode():  # tables are kept between calls
+        for _ in range(2):
+            torch.testing.assert_close(reader.forward_features(x), full[:, 1:], rtol=0, atol=1e-12)
+
+
 def literal(net, x, strip_rows, memory_rows, carry=False):
     """Patches of all strips after the last norm, layer by layer: keys are memory and strip, memory has no gradient."""
     prefix = net.num_prefix_tokens

@@ -84,6 +84,44 @@ def test_mlp_table_on_a_side_of_one_is_finite_and_grows_with_the_grid():
     assert table()[0].shape == (3, 5, 13)
 
 
+@pytest.mark.parametrize("coords", ["swin", "cr"])
+def test_an_mlp_is_asked_where_a_table_would_be_read(coords):
+    def entry(table, dy, dx, sides=(4, 3)):
+        y, x = torch.tensor([dy, dx], dtype=torch.float64)
+        place = torch.stack([table._log_coords(y, sides[0]), table._log_coords(x, sides[1])])
+        out = table.mlp(place)
+        return 16 * out.sigmoid() if coords == "swin" else out
+
+    for rule in ("interpolate", "geometric", "clamp", "crop"):
+        table = MlpTable(2, axes(3, 2), coords=coords, hidden=8, resize=rule, dtype=torch.float64)
+        (before,) = table()
+        torch.testing.assert_close(before[:, 4, 0], entry(table, 1, -2))
+        (wide,) = table(axes(6, 4))
+        if rule == "interpolate":
+            torch.testing.assert_close(wide[:, ::2, ::2], before)
+            torch.testing.assert_close(wide[:, 7, 1], entry(table, 0.5, -1.5))
+        elif rule == "geometric":
+            torch.testing.assert_close(wide[:, ::6, ::4], before[:, ::3, ::2])
+        else:
+            torch.testing.assert_close(wide[:, 3:-3, 2:-2], before)
+            torch.testing.assert_close(wide[:, 12, 0], entry(table, 6, -4))
+        table.set_axes(axes(6, 4))
+        assert torch.equal(table()[0], wide)
+
+
+@pytest.mark.parametrize("rule", ["interpolate", "geometric", "clamp"])
+@pytest.mark.parametrize("make", [MlpTable, lambda *given, **more: SinusoidTable(*given, sinusoid_width=8, **more)])
+def test_beyond_its_own_axes_a_computed_table_goes_on_as_it_is(make, rule):
+    table = make(2, axes(2, 2), resize=rule, dtype=torch.float64)
+    table.set_axes(axes(4, 5))
+    for own, far in zip(table(), table(axes(6, 5), stretch=False), strict=True):
+        rows = 13 if far.shape[1] == 13 else 11
+        inner = far[:, 2:-2] if rows == 13 else far
+        torch.testing.assert_close(inner, own, rtol=0, atol=1e-12)
+    if rule == "interpolate":
+        assert table.places(6, 2, 4, torch.device("cpu")).tolist() == [n / 2 for n in range(-6, 7)]
+
+
 def test_initial_values():
     assert not any(t.any() for t in LearnedTable(2, axes(3, 3), 4)())
     assert all(0 < t.std() < 0.05 for t in LearnedTable(2, axes(3, 3), 4, init_std=0.02)())

@@ -60,6 +60,20 @@ def test_factors_by_term():
     assert all(f".{name.removeprefix('position_')}" in n for name in lr for n in named[name])
 
 
+def test_a_factor_of_the_absolute_embedding():
+    net = build_model(ModelConfig(rel_pos="bias", kwargs={**SMALL, "pos_embed": "learn"}), 3)
+    groups = parameter_groups(net, OptimConfig(lr=2e-3, position_lr_scale={"pos_embed": 10, "bias": 3}))
+    named = names_by_group(net, groups)
+    assert named["position_pos_embed"] == {"pos_embed"}
+    assert sorted(n for names in named.values() for n in names) == sorted(n for n, _ in net.named_parameters())
+    lr = {g["name"]: (g["lr"], g["weight_decay"]) for g in groups if g["name"].startswith("position")}
+    assert lr == {"position_bias": pytest.approx((6e-3, 0)), "position_pos_embed": pytest.approx((2e-2, 0))}
+    for scale in (10.0, {"bias": 3.0}):
+        assert (
+            "pos_embed" in names_by_group(net, parameter_groups(net, OptimConfig(position_lr_scale=scale)))["no_decay"]
+        )
+
+
 def test_other_models_have_two_groups():
     net = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=3, class_token=True)
     named = names_by_group(net, parameter_groups(net, OptimConfig()))

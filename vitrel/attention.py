@@ -29,12 +29,10 @@ class Memory:
     Attributes:
         hidden: What this attention was given for the patches of the rows above, (B, strip.top * strip.cols, D).
         strip: The strip's own grid; its ``top`` is the number of rows above.
-        table_grid: (h, w) in patches that tables are read for.
     """
 
     hidden: Tensor
     strip: Grid
-    table_grid: tuple[int, int]
 
     @property
     def seen(self) -> Grid:
@@ -210,8 +208,7 @@ class RelativeAttention2d(Attention):
         """Where queries and keys lie, and the position to read."""
         if self.memory is not None:
             seen = self.memory.seen
-            position = self.position_terms(self.memory.table_grid, reads=(seen.rows, seen.cols))
-            return self.memory.strip, seen, position
+            return self.memory.strip, seen, self.position_terms(reads=(seen.rows, seen.cols))
         # Coordinates come with the mask: under checkpointing a block runs again later, and gets its own mask again.
         places = getattr(attn_mask, "places", self.places)
         if places is not None:

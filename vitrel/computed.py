@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from vitrel.initial import fill
 from vitrel.lookup import Axes, Tables
-from vitrel.resize import RESIZE
 from vitrel.stretched import Stretched
 
 
@@ -61,22 +60,23 @@ class SinusoidTable(Stretched):
         fill(self.proj_h, self.init_std)
         fill(self.proj_w, self.init_std)
 
-    def forward(self, axes: Axes | None = None) -> Tables:
+    def forward(self, axes: Axes | None = None, stretch: bool = True) -> Tables:
+        """The entries, or those of other distance maps; without ``stretch`` the rule goes by its own all the same."""
+        axes = axes or self.axes
+        sizes = zip(axes, self.made_for, axes if stretch else self.axes, strict=True)
+        projections = (self.proj_h, self.proj_w)
         return tuple(
-            self._entries(proj, axis.size, made_for)
-            for proj, axis, made_for in zip((self.proj_h, self.proj_w), axes or self.axes, self.made_for, strict=True)
+            self._entries(proj, self.places(axis.size, made_for, to.size, proj.device))
+            for proj, (axis, made_for, to) in zip(projections, sizes, strict=True)
         )
 
     def set_axes(self, axes: Axes) -> None:
         """Take other distances; no parameter is resized, since the entries follow from the projections."""
         self.axes = axes
 
-    def _entries(self, proj: Tensor, size: int, made_for: int) -> Tensor:
+    def _entries(self, proj: Tensor, places: Tensor) -> Tensor:
         dtype = torch.promote_types(proj.dtype, torch.float32)
-        distance = torch.arange(-size, size + 1, device="cpu" if self.stretches else proj.device)
-        if self.stretches:
-            distance = RESIZE[self.resize](distance.double(), made_for, size).to(proj.device, dtype)
-        table = sinusoid(distance, self.sinusoid_width, dtype).to(proj.dtype) @ proj.T
+        table = sinusoid(places.to(dtype), self.sinusoid_width, dtype).to(proj.dtype) @ proj.T
         shape = (table.shape[0], self.heads, *(() if self.width is None else (self.width,)))  # len() would fix the size
         return table.reshape(shape).transpose(0, 1)
 
@@ -88,20 +88,25 @@ def sinusoid(distance: Tensor, width: int, dtype: torch.dtype = torch.float32) -
     return torch.cat([angle.sin(), angle.cos()], dim=-1)
 
 
-class MlpTable(nn.Module):
+class MlpTable(Stretched):
     """A joint scalar table made by a small MLP from log-spaced offsets (Swin V2, arXiv 2111.09883, section 3.3).
 
-    Coordinates per axis, with g = K + 1 the side of the grid:
+    Coordinates per axis, with g = K + 1 the side of the grid that it was made for:
 
     * ``swin``: ``sign(Δ) log2(1 + 8 |Δ| / (g - 1)) / 3``, output ``16 sigmoid(MLP)``, second layer without bias;
     * ``cr``: ``sign(Δ) ln(1 + |Δ|)``, output ``MLP`` (timm's RelPosMlp in mode ``cr``).
+
+    For other distances ``interpolate`` and ``geometric`` take Δ at the place that they read of a table (``swin`` and
+    ``interpolate``: timm without a pretrained window); ``clamp`` and ``crop`` take it as it is (the original's
+    pretrained window).
 
     Args:
         heads: H, or 1 for one table shared by all heads.
         axes: Distance maps of rows and columns (``clamp``, directed).
         coords: ``swin`` or ``cr``.
         hidden: Width of the hidden layer.
-        norm_size: Sides (h, w) that ``swin`` divides by, those of the pretrained window; None for the grid's own.
+        norm_size: Sides (h, w) that ``swin`` divides by where it is not g, those of an earlier pretrained window.
+        resize: A key of ``RESIZE``.
     """
 
     def __init__(
@@ -112,25 +117,29 @@ class MlpTable(nn.Module):
         coords: str = "swin",
         hidden: int = 512,
         norm_size: tuple[int, int] | None = None,
+        resize: str = "clamp",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__((axes[0].size, axes[1].size), resize, device)
         self.axes, self.coords, self.norm_size = axes, coords, norm_size
         bias = (True, coords == "cr")
         self.mlp = Mlp(2, hidden, heads, act_layer=nn.ReLU, bias=bias, drop=0.0, device=device, dtype=dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        super().reset_parameters()
         self.mlp.fc1.reset_parameters()
         self.mlp.fc2.reset_parameters()
 
-    def forward(self, axes: Axes | None = None) -> Tables:
+    def forward(self, axes: Axes | None = None, stretch: bool = True) -> Tables:
+        """The entries, or those of other distance maps; without ``stretch`` the rule goes by its own all the same."""
         axes, weight = axes or self.axes, self.mlp.fc1.weight
-        norm = self.norm_size or tuple(axis.size + 1 for axis in axes)
+        norm = self.norm_size or tuple(size + 1 for size in self.made_for)
+        sizes = zip(axes, self.made_for, axes if stretch else self.axes, norm, strict=True)
+        cpu = torch.device("cpu")
         rows, cols = (
-            self._log_coords(torch.arange(-axis.size, axis.size + 1, device="cpu"), side)
-            for axis, side in zip(axes, norm, strict=True)
+            self._log_coords(self.places(axis.size, made_for, to.size, cpu), side) for axis, made_for, to, side in sizes
         )
         coords = torch.stack(torch.meshgrid(rows, cols, indexing="ij"), -1).to(weight.device, weight.dtype)
         table = self.mlp(coords).movedim(-1, 0)

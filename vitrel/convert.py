@@ -134,6 +134,7 @@ def _relpos(model: Any) -> tuple[RelativeVisionTransformer, dict[str, Tensor]]:
         rel_pos = {"preset": "swin", "prefix": "learned" if first.prefix_tokens else "none"}
     elif isinstance(first, RelPosMlp) and tuple(first.pretrained_window_size) == (0, 0):
         rel_pos = {"preset": "cpb", "mlp_coords": first.mode, "mlp_hidden": first.mlp.fc1.out_features}
+        rel_pos["resize"] = "interpolate" if first.mode == "swin" else "clamp"  # what timm's does at another size
     else:
         raise ValueError(f"rel_pos: {type(first).__name__} cannot be served, expected RelPosBias or RelPosMlp")
     res_post = isinstance(model.blocks[0], ResPostRelPosBlock)

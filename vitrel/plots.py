@@ -80,11 +80,11 @@ def plot_term_maps(maps: Mapping[str, TermMap], block: str = "", *, head_inches:
     return _rows(rows, head_inches)
 
 
-def plot_blocks(maps: Mapping[str, TermMap], *, head_inches: float = 2.1) -> Figure:
-    """Draw one map of several blocks, a row per block: block name to ``TermMap``."""
-    return _rows(
-        [(f"{name}: {one.title}", one.unit, one.values, one.signed) for name, one in maps.items()], head_inches
-    )
+def plot_blocks(maps: Mapping[str, Mapping[str, TermMap]], *, head_inches: float = 2.1) -> Figure:
+    """Draw the maps of several blocks, a row per map: what ``term_maps`` returns, or a part of it."""
+    rows = [(f"{name}: {one.title}", one.unit, one.values, one.signed)
+            for name, block in maps.items() for one in block.values()]  # fmt: skip
+    return _rows(rows, head_inches)
 
 
 def plot_attention(

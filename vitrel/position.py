@@ -114,7 +114,8 @@ class PositionTerms(nn.Module):
         width = self.head_dim if term.table == "vector" else None
         options: dict[str, Any]
         if spec.source == "mlp":
-            return MlpTable(heads, self.axes, coords=spec.mlp_coords, hidden=spec.mlp_hidden, **dd)
+            options = {"coords": spec.mlp_coords, "hidden": spec.mlp_hidden, "resize": spec.resize}
+            return MlpTable(heads, self.axes, **options, **dd)
         local = spec.init if spec.init in LOCAL and term.table == "scalar" else None
         std = self._init_std(term)
         if spec.source == "sinusoid":
@@ -166,8 +167,9 @@ class PositionTerms(nn.Module):
     def forward(self, grid_size: tuple[int, int] | None = None, reads: tuple[int, int] | None = None) -> Position:
         """The position of the tables' own grid, or of another one (h, w) at run time.
 
-        ``reads`` is the grid (h, w) whose offsets will be read, where it is another one than that of the tables.
         For another grid the tables are resized on the fly by ``rel_pos.resize``; ``clamp`` reads them as they are.
+        ``reads`` is the grid (h, w) whose offsets will be read, where it is another one than that of the tables:
+        nothing is stretched to it, and tables that are computed give the entries beyond their own.
         In inference on a CPU, what follows from parameters and grid alone is kept for the next call, which compares
         every value of every parameter before it takes it.
         """
@@ -177,18 +179,27 @@ class PositionTerms(nn.Module):
                 if isinstance(module, LearnedTable):
                     module.note_training(read)
         if torch.compiler.is_compiling():
-            return self._position(grid_size)
+            return self._position(grid_size, reads)
         if not self._may_keep():
             self._kept = None
-            return self._position(grid_size)
+            return self._position(grid_size, reads)
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         made_for = tuple(table.made_for for table in self.children() if isinstance(table, Stretched))
-        key = (grid_size or self.grid_size, self.axes, made_for, self.rel_pos, tuple(self.scales.items()), autocast)
+        other = self._other_axes(grid_size, reads)
+        key = (
+            grid_size or self.grid_size,
+            other or self.axes,
+            self.axes,
+            made_for,
+            self.rel_pos,
+            tuple(self.scales.items()),
+            autocast,
+        )
         parameters = list(self.parameters())
         kept = self._kept  # another thread may set it to None
         if kept is not None and kept[0] == key and _same(kept[1], parameters):
             return kept[2]
-        position = replace(self._position(grid_size), kept={})
+        position = replace(self._position(grid_size, reads), kept={})
         self._kept = (key, [p.detach().clone() for p in parameters], position)
         return position
 
@@ -205,24 +216,39 @@ class PositionTerms(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": None}
 
-    def _position(self, grid_size: tuple[int, int] | None) -> Position:
-        other: Axes | None = None
-        if grid_size is not None and (self.rel_pos.resize != "clamp" or self.rel_pos.source != "learned"):
-            other = self.rel_pos.axes(grid_size)
+    def _other_axes(self, grid_size: tuple[int, int] | None, reads: tuple[int, int] | None) -> Axes | None:
+        """Distance maps that tables are read by, where they are not their own."""
+        computed = self.rel_pos.source != "learned"
+        if grid_size is not None:
+            return self.rel_pos.axes(grid_size) if computed or self.rel_pos.resize != "clamp" else None
+        if not computed or reads is None:
+            return None
+        rows, cols = (max(sides) for sides in zip(reads, self.grid_size, strict=True))
+        return None if (rows, cols) == self.grid_size else self.rel_pos.axes((rows, cols))
+
+    def _position(self, grid_size: tuple[int, int] | None, reads: tuple[int, int] | None) -> Position:
+        other = self._other_axes(grid_size, reads)
         vectors: dict[str, Tensor] = {name: getattr(self, name) for name in self._vectors}
         return Position(
             scales=self.scales,
             axes=other or self.axes,
             tables={
-                name: tuple(
-                    t.expand(self.num_heads, *t.shape[1:])
-                    for t in cast(Tables, table(grid_size if isinstance(table, Frequencies) else other))
-                )
+                name: tuple(t.expand(self.num_heads, *t.shape[1:]) for t in self._entries(table, grid_size, other))
                 for name, table in self.named_children()
             },
             prefix=vectors.pop("prefix", None),
             vectors=vectors,
         )
+
+    @staticmethod
+    def _entries(table: nn.Module, grid_size: tuple[int, int] | None, other: Axes | None) -> Tables:
+        if isinstance(table, Frequencies):
+            found = table(grid_size)
+        elif isinstance(table, LearnedTable):
+            found = table(other)
+        else:
+            found = table(other, stretch=grid_size is not None)
+        return cast(Tables, found)
 
     def extra_repr(self) -> str:
         return f"{'+'.join(self.rel_pos.terms) or 'none'}, table={self.rel_pos.table}, source={self.rel_pos.source}"

@@ -84,9 +84,9 @@ class RelPos:
             ``deberta`` all by 1/sqrt(d(1+n)), n the number of query and key terms; ``seed`` content and query alone,
             not u and v.
         prefix: ``none``, or ``learned``: a scalar per head for prefix->patch, patch->prefix and prefix->prefix (BEiT).
-        resize: Rule by which tables, sinusoids and rotary angles follow another grid. ``interpolate`` and ``geometric``
-            (for angles the same) stretch or squeeze them, for pictures enlarged or reduced; ``clamp`` and ``crop`` do
-            not, for more at the same magnification. An MLP's table has a rule of its own, ``mlp_coords``.
+        resize: Rule by which tables, what computes their entries, and rotary angles follow another grid.
+            ``interpolate`` and ``geometric`` (for angles the same) stretch or squeeze them, for pictures enlarged or
+            reduced; ``clamp`` and ``crop`` do not, for more at the same magnification.
         init: How learned tables start: ``zeros``, ``normal`` (truncated, ``init_std``), ``scaled`` (normal, 1/sqrt(d)),
             or None: zeros for scalar tables, normal for vector tables. A sinusoid's projections start normal unless
             ``zeros``. ``alibi`` and ``convit`` start the bias so that near patches are favoured (``vitrel.initial``),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from vitrel.resize import RESIZE
+
 
 class Stretched(nn.Module):
     """Remembers the size for which it was made, in its state dict too, and the rule by which it follows another.
@@ -24,6 +26,11 @@ class Stretched(nn.Module):
     @property
     def stretches(self) -> bool:
         return self.resize in ("interpolate", "geometric")
+
+    def places(self, size: int, made_for: int, stretched_to: int, device: torch.device) -> Tensor:
+        """Where offsets up to ``size`` lie among those up to ``made_for``, which now reach to ``stretched_to``."""
+        offset = torch.arange(-size, size + 1, device="cpu" if self.stretches else device)
+        return RESIZE[self.resize](offset.double(), made_for, stretched_to).to(device) if self.stretches else offset
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

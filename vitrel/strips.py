@@ -244,7 +244,8 @@ class StripReader(nn.Module):
         try:
             for block, hidden in zip(model.blocks, state.hidden, strict=True):
                 attn: RelativeAttention2d = block.attn
-                attn.memory = Memory(hidden, strip, self._table_grid(attn, strip))
+                self._check_reach(attn, strip)
+                attn.memory = Memory(hidden, strip)
                 hooks.append(attn.register_forward_pre_hook(lambda _, args: given.append(args[0][:, -strip.patches :])))
             for block in model.blocks:
                 x = block(x, attn_mask=mask)
@@ -255,23 +256,19 @@ class StripReader(nn.Module):
                 block.attn.memory = None
         return x, given
 
-    def _table_grid(self, attn: RelativeAttention2d, strip: Grid) -> tuple[int, int]:
-        """The grid that tables are read for: that of the model, so that no rule stretches them to the strip."""
-        rows, cols = attn.grid_size
+    def _check_reach(self, attn: RelativeAttention2d, strip: Grid) -> None:
+        if self._warned or self.training:
+            return
         seen = (strip.top + strip.rows, strip.cols)
-        if attn.rel_pos.source == "sinusoid":  # exact at any distance
-            return max(rows, seen[0]), max(cols, seen[1])
-        if not self._warned and not self.training:
-            reach = (torch.arange(seen[0])[:, None], torch.arange(seen[1])[None])
-            if not attn.position_terms.covers(*reach, as_they_are=True).all():
-                self._warned = True
-                warnings.warn(
-                    f"a strip sees {seen[0]} rows and {seen[1]} columns of patches, more than its tables were "
-                    "trained for, so that their last entry is repeated, or a kernel ends: see "
-                    f"vitrel.coverage(model, {seen})",
-                    stacklevel=2,
-                )
-        return rows, cols
+        reach = (torch.arange(seen[0])[:, None], torch.arange(seen[1])[None])
+        if not attn.position_terms.covers(*reach, as_they_are=True).all():
+            self._warned = True
+            warnings.warn(
+                f"a strip sees {seen[0]} rows and {seen[1]} columns of patches, more than its tables were "
+                "trained for, so that their last entry is repeated, or a kernel ends: see "
+                f"vitrel.coverage(model, {seen})",
+                stacklevel=2,
+            )
 
     def _classify(self, state: StripState) -> Tensor:
         model = self._model

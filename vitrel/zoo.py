@@ -65,10 +65,9 @@ def _create(variant: str, pretrained: bool, body: dict[str, Any], **kwargs: Any)
         stored = _SHIPPED.get(f"{variant}.{tag}", {}).get("model_args", {})
     if stored and pretrained:
         theirs = RelPos.of(stored["rel_pos"])
-        if theirs.differing(RelPos.of(kwargs.get("rel_pos", theirs))):
-            raise ValueError(
-                f"rel_pos: the weights {variant}.{tag} are of another scheme ({'+'.join(theirs.terms)}); leave it out"
-            )
+        if other := theirs.differing(RelPos.of(kwargs.get("rel_pos", theirs))):
+            own = ", ".join(f"{name} {getattr(theirs, name)!r}" for name in other)
+            raise ValueError(f"rel_pos: the weights {variant}.{tag} are of a scheme with {own}; leave rel_pos out")
     model = build_model_with_cfg(
         RelativeVisionTransformer,
         variant,

@@ -3,6 +3,7 @@
 from pathlib import Path
 from statistics import fmean
 
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from evidence.rows import RESULTS
@@ -18,11 +19,13 @@ def draw(group: str = "positions") -> list[Path]:
         return []
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
+    axes.set_prop_cycle(color=colormaps["tab20"].colors)
     for name, runs in rows.items():
         curves = [row["val/acc"] for _, row in runs]
         mean = [100 * fmean(values) for values in zip(*curves, strict=False)]
-        dashed = name in ("none", "learned")
-        axes.plot(range(1, len(mean) + 1), mean, "--" if dashed else "-", label=name, linewidth=1.5)
+        baseline = {"none": "0.6", "learned": "0.2"}.get(name)
+        style = {} if baseline is None else {"color": baseline, "linestyle": "--"}
+        axes.plot(range(1, len(mean) + 1), mean, label=name, linewidth=1.5, **style)
     axes.set(xlabel="epoch", ylabel="validation top-1 %")
     axes.legend(fontsize="small", ncols=2, title="best on test first", title_fontsize="small")
     file = RESULTS.parent / "docs" / "cifar100_curves.png"

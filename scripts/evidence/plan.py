@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,23 +86,41 @@ def _group(file: Path) -> Iterator[Planned]:
     try:
         group = _File(**tree)
         for row, own in group.rows.items():
-            own = dict(own)
-            seeds = [int(seed) for seed in own.pop("seeds", [0])]
-            sizes = tuple(parse_size(str(size)) for size in own.pop("sizes", group.sizes))
-            ablate = bool(own.pop("ablate", group.ablate))
+            own, where = dict(own), f"{file}: {row}"
+            if not re.fullmatch(r"\w+", str(row)):
+                raise ConfigError(f"{where}: expected a name of letters, digits and underscores")
+            seeds, ablate = own.pop("seeds", [0]), own.pop("ablate", group.ablate)
+            if not isinstance(seeds, list) or len(set(map(str, seeds))) < len(seeds) or not all(map(_is_seed, seeds)):
+                raise ConfigError(f"{where}: seeds: expected different numbers of 0 or more, got {seeds}")
+            if not isinstance(ablate, bool):
+                raise ConfigError(f"{where}: ablate: expected true or false, got {ablate!r}")
+            sizes = _sizes(own.pop("sizes", group.sizes), where)
             options = ["--config", str(CONFIGS / group.config)]
             for key, value in {**group.settings, **own}.items():
                 options += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
             try:
                 settings = identity(parse(options))
             except ConfigError as e:
-                raise ConfigError(f"{file}: {row}: {e}") from None
+                raise ConfigError(f"{where}: {e}") from None
             for seed in seeds:
                 yield Planned(file.stem, row, seed, _said(own), tuple(options), sizes, ablate, settings)
     except (TypeError, ValueError, AttributeError) as e:
         if isinstance(e, ConfigError):
             raise
         raise ConfigError(f"{file}: expected config, and rows of settings; see the other files beside it ({e})") from e
+
+
+def _is_seed(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _sizes(values: Any, where: str) -> tuple[tuple[int, int], ...]:
+    try:
+        if not isinstance(values, list):
+            raise ConfigError(f"expected a list of pixels such as [48, 48x32], got {values!r}")
+        return tuple(parse_size(str(value)) for value in values)
+    except ConfigError as e:
+        raise ConfigError(f"{where}: sizes: {str(e).removeprefix('--sizes: ')}") from None
 
 
 def _said(own: dict[str, Any]) -> str:

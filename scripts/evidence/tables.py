@@ -1,6 +1,7 @@
 """The tables of README.md and RESULTS.md from ``results/``: between ``<!-- table: NAME -->`` and ``<!-- end -->``."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -105,10 +106,13 @@ def _parts(runs: Runs, size: int = 48) -> dict[str, float]:
 
 
 def kept(runs: Runs) -> str:
-    """What is kept at 48 px under the rule that keeps most."""
+    """What is kept at 48 px under the default rule, and under another one where that keeps more."""
     parts = _parts(runs)
-    best = max(parts, key=lambda rule: parts[rule], default="none")
-    return f"{parts[best]:.1f}" + ("" if best == "none" else f", {best}") if parts else ""
+    if not parts:
+        return ""
+    usual = "none" if "none" in parts else "interpolate"
+    best = max(parts, key=lambda rule: (parts[rule], rule == usual))
+    return f"{parts[usual]:.1f}" + ("" if best == usual else f" ({parts[best]:.1f} {best})")
 
 
 def rules() -> str:
@@ -162,6 +166,20 @@ def terms() -> str:
     return _or_nothing(markdown(heads, cells), cells, missing)
 
 
+def switched_off() -> str:
+    """Terms of the position schemes switched off after training."""
+    cells = []
+    for name, runs in by_row("positions")[0].items():
+        if not all("ablation" in row for _, row in runs):
+            continue
+        found = [{line["off"]: line["top1"] for line in row["ablation"]} for _, row in runs]
+        for off in found[0]:
+            change = 100 * fmean(top1[off] - top1["nothing"] for top1 in found)
+            own = [f"{100 * fmean(top1[off] for top1 in found):.1f}", "" if off == "nothing" else f"{change:+.1f}"]
+            cells.append([f"`{name}`", str(len(runs)), off, *own])
+    return _or_nothing(markdown(["", "seeds", "switched off", "test top-1 %", "change"], cells), cells, [])
+
+
 WORDS = {
     "none": "content only",
     "learned": 'content only, with `pos_embed="learn"`',
@@ -201,7 +219,19 @@ def presets() -> str:
 
 
 def _costs() -> list[Row]:
-    rows: list[Row] = json.loads((RESULTS / "cost.json").read_text(encoding="utf-8"))["rows"]
+    file = RESULTS / "cost.json"
+    try:
+        rows: list[Row] = json.loads(file.read_text(encoding="utf-8"))["rows"]
+        if missing := set(WORDS) - {str(row["name"]) for row in rows}:
+            raise ValueError(f"no row of {min(missing)}")
+        for row in rows:
+            for key in ("seconds", "ratio", "from", "to", "peak MB"):
+                if not 0 <= float(row[key]) < math.inf:
+                    raise ValueError(f"{row['name']}: {key} is {row[key]}")
+    except (ValueError, TypeError, KeyError) as e:
+        raise ConfigError(
+            f"{file}: not what scripts/benchmark.py --json writes ({e}); RESULTS.md has the command"
+        ) from e
     return rows
 
 
@@ -226,6 +256,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sizes": sizes,
     "rules": rules,
     "terms": terms,
+    "switched_off": switched_off,
     "augmentation": lambda: _group("augmentation", [("kept at 48 px, %", kept)]),
     "learning": lambda: _group("learning"),
     "recipe": lambda: _group("recipe"),

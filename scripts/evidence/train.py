@@ -1,6 +1,7 @@
 """Trains what is missing, several runs at a time, each in processes of its own."""
 
 import csv
+import fcntl
 import json
 import os
 import subprocess
@@ -13,8 +14,10 @@ from typing import Any
 
 from evidence.plan import Planned, identity
 from evidence.rows import Row, complete, find, keep, same
+from vitrel.ablate import switchable
 from vitrel.training.config import from_dict, parse
-from vitrel.training.fileio import ConfigError, read_yaml
+from vitrel.training.fileio import ConfigError, one_line, read_yaml
+from vitrel.training.model import check_model, patch_pixels
 from vitrel.training.run import StoppedError
 
 SCRIPTS = Path(__file__).resolve().parents[1]
@@ -33,18 +36,23 @@ class Trainer:
         self.runs, self.options = runs, list(options)
         self.environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "WANDB_MODE": "disabled"}
         self._children: set[subprocess.Popen[bytes]] = set()
-        self._starting, self._stopped = threading.Lock(), False
+        self._starting, self._stopped, self._refused = threading.Lock(), False, False
 
     def train(self, planned: Sequence[Planned], jobs: int) -> list[str]:
         """Trains and tests those whose line is not complete; returns a line about each that failed.
 
+        After a run whose settings or data are refused no further one is started: what is wrong with the data is wrong
+        for all.
+
         Raises:
-            ConfigError: For options that would change results.
+            ConfigError: For options that would change results, and tests that the model of a row cannot be put to.
             StoppedError: After Ctrl-C or SIGTERM; each run has then saved its last epoch.
         """
         missing = [run for run in planned if not complete(find(run), run)]
         for run in missing:
             self._check_options(run)
+        for run in {(run.group, run.row): run for run in missing}.values():
+            _check_tests(run)
         pool = ThreadPoolExecutor(jobs)
         try:
             return [problem for problem in pool.map(self._one, missing) if problem]
@@ -68,22 +76,33 @@ class Trainer:
             )
 
     def _one(self, run: Planned) -> str | None:
+        self.runs.mkdir(parents=True, exist_ok=True)
+        with (self.runs / f".{run.name}.lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                print(f"{run.name}: another process is at it", flush=True)
+                return None
+            return None if self._refused or complete(find(run), run) else self._train(run)
+
+    def _train(self, run: Planned) -> str | None:
         try:
             if not any((part / "results.json").is_file() for part in self._parts(run)):
                 named = ["--runs", str(self.runs), "--name", run.name, "--seed", str(run.seed), "--logger.mode", "off"]
                 saved = [file for part in self._parts(run) for file in part.glob("checkpoints/last.ckpt")]
                 resume = [word for file in saved[-1:] for word in ("--ckpt_path", str(file))]
                 if status := self._call(run, ["train.py", *run.options, *named, *self.options, *resume]):
-                    return f"{run.name}: train.py ended with {status}, see {self._log(run)}"
+                    self._refused |= status == 2
+                    return self._failed(run, f"train.py ended with {status}")
             parts = self._parts(run)
             sizes = [f"{rows}x{cols}" for rows, cols in run.sizes]
             studies = [*(["--sizes", *sizes] if sizes else []), *(["--ablate"] if run.ablate else [])]
             if studies and (status := self._call(run, ["evaluate.py", str(parts[-1]), *studies])):
-                return f"{run.name}: evaluate.py ended with {status}, see {self._log(run)}"
+                return self._failed(run, f"evaluate.py ended with {status}")
             row = figures(parts)
             keep(run, row)
-        except (OSError, ValueError, KeyError, IndexError) as e:
-            return f"{run.name}: {e!r}, see {self._log(run)}"
+        except (OSError, ValueError) as e:
+            return f"{run.name}: {one_line(str(e))}, see {self._log(run)}"
         print(f"{run.name}: {row['test/acc']:.4f}", flush=True)
         return None
 
@@ -91,7 +110,9 @@ class Trainer:
         """The run folders of a run, the newest last, or of one in another group that was the same and has ended."""
         for folder in (self.runs / run.name, *sorted(self.runs.glob(f"*.*.{run.seed}"))):
             parts = self._versions(folder, run)
-            if any((part / "results.json").is_file() for part in parts):
+            while parts and not (parts[-1] / "results.json").is_file():  # begun anew, though one had ended
+                parts.pop()
+            if parts:
                 return parts
         return self._versions(self.runs / run.name, run)
 
@@ -109,8 +130,12 @@ class Trainer:
     def _log(self, run: Planned) -> Path:
         return self.runs / f"{run.name}.log"
 
+    def _failed(self, run: Planned, how: str) -> str:
+        lines = self._log(run).read_text(encoding="utf-8", errors="replace").split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), "")
+        return f"{run.name}: {how} ({one_line(last).removeprefix('error: ')}), see {self._log(run)}"
+
     def _call(self, run: Planned, command: Sequence[str]) -> int:
-        self.runs.mkdir(parents=True, exist_ok=True)
         with self._log(run).open("ab") as log:
             with self._starting:
                 if self._stopped:
@@ -126,9 +151,30 @@ class Trainer:
             return status
 
 
+def _check_tests(run: Planned) -> None:
+    if not run.sizes and not run.ablate:
+        return
+    model = check_model(parse(list(run.options)).model)
+    patch = patch_pixels(model) or (1, 1)
+    for size in run.sizes:
+        if any(side % p for side, p in zip(size, patch, strict=True)):
+            raise ConfigError(f"{run.group}.{run.row}: sizes: {size[0]}x{size[1]} px is not a multiple of the model's"
+                              f" patch of {patch[0]}x{patch[1]} px")  # fmt: skip
+    if run.ablate and not switchable(model):
+        raise ConfigError(f"{run.group}.{run.row}: ablate: the model has no position terms to switch off; leave it out")
+
+
 def figures(parts: Sequence[Path]) -> Row:
-    """What the folders of a run say of it, as plain data."""
-    row: dict[str, Any] = json.loads((parts[-1] / "results.json").read_text(encoding="utf-8"))
+    """What the folders of a run say of it, as plain data.
+
+    Raises:
+        ValueError: For a file that is not what a run writes, with its name.
+    """
+    file = parts[-1] / "results.json"
+    try:
+        row: dict[str, Any] = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as e:
+        raise ValueError(f"{file}: not the results of a run ({e}); remove its folder") from None
     for key in ("folder", "resumed_from", "checkpoint", "name", "seed", "skipped_files", "skipped_steps"):
         row.pop(key, None)
     epochs: dict[int, float] = {}

@@ -53,6 +53,12 @@ def examine(
     task, data, trainer = opened
     if ablate and not switchable(task.net):
         raise ConfigError("--ablate: the model has no position terms to switch off; leave it out")
+    run = Path(path) if Path(path).is_dir() else Path(path).parent.parent
+    folder = (
+        out or (run if config is None else Path()) / "evaluation"
+    )  # a saved model's holds what it was exported with
+    if (ablate or sides or per_class) and folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--out: {folder} is a file, expected a folder for tables and figures")
     study = Study(task.net, data, trainer.strategy.root_device)
     study.check(sides)
     metrics = trainer.test(task, datamodule=data, verbose=False)[0]
@@ -64,11 +70,9 @@ def examine(
         tables["sizes"] = study.sizes(sides)
     if per_class:
         tables["per_class"] = study.per_class()
-    run = Path(path) if Path(path).is_dir() else Path(path).parent.parent
-    folder = run if config is None else Path()  # a saved model's folder holds what it was exported with
     for name, rows in tables.items():
         print(f"\n{name.replace('_', ' ')}\n{as_text(rows)}")
-        for file in _write(rows, name, out or folder / "evaluation"):
+        for file in _write(rows, name, folder):
             print(file)
     return tables
 

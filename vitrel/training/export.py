@@ -120,13 +120,14 @@ def _recipe(config: TrainConfig, positions: bool) -> str:
     """The settings of a training in a line; with ``positions`` that of position parameters too."""
     optim, data = config.optim, config.data
     precision = str(config.trainer.get("precision") or "32-true")
+    named = isinstance(optim.position_lr_scale, dict)  # pos_embed may be
     low, high = data.scale
     crops = f" of {100 * low:g} to {100 * high:g} % of the area" if data.augment == "resized_crop" else ""
     parts = {
         f"AdamW, peak learning rate {optim.lr:g}": True,
         f"{data.batch_size} images per step and device": True,
         f"weight decay {optim.weight_decay:g}": True,
-        f"position parameters at {_factors(optim.position_lr_scale)} times the learning rate": positions,
+        f"position parameters at {_factors(optim.position_lr_scale)} times the learning rate": positions or named,
         f"warm-up over {100 * optim.warmup:g} % of the steps, cosine": True,
         f"label smoothing {optim.label_smoothing:g}": optim.label_smoothing,
         f"EMA {optim.ema_decay}": optim.ema_decay is not None,

@@ -55,6 +55,7 @@ def look(
         ConfigError: If there is no such model, or nothing to draw.
         DataError: For pictures that are missing or damaged.
     """
+    _check_targets(out, html, together, blocks)
     if timm.is_model(source.split(".")[0]) and not source.startswith("vitrel_") and not Path(source).exists():
         raise ConfigError(f"{source}: nothing to draw; it has no position terms (vitrel.relativize gives it some)")
     model = load(source)
@@ -80,7 +81,7 @@ def look(
 
     chosen = {name: maps[name] for name, n in numbers.items() if not blocks or n in blocks}
     if together is not None:
-        write_whole(together, png(plot_blocks({name: next(iter(block.values())) for name, block in chosen.items()})))
+        write_whole(together, png(plot_blocks(chosen)))
         print(together)
         return
     folder = out or (Path(source) if Path(source).is_dir() else Path()) / "bias_maps"
@@ -90,6 +91,20 @@ def look(
     if seen is not None:
         write_whole(folder / "heads.csv", as_csv(head_numbers(model, seen)))
         print(folder / "heads.csv")
+    else:
+        print("without pictures: no heads.csv; give image files with --pictures", file=sys.stderr)
+
+
+def _check_targets(out: Path | None, html: Path | None, together: Path | None, blocks: Sequence[int] | None) -> None:
+    if html is not None and (together is not None or blocks):
+        raise ConfigError("--html: the page has all blocks; leave out --together and --blocks")
+    if out is not None and (html is not None or together is not None):
+        raise ConfigError("--out: expected with neither --html nor --together, which name their file themselves")
+    if out is not None and out.exists() and not out.is_dir():
+        raise ConfigError(f"--out: {out} is a file, expected a folder")
+    for option, file, suffix in (("--html", html, ".html"), ("--together", together, ".png")):
+        if file is not None and (file.suffix != suffix or file.is_dir()):
+            raise ConfigError(f"{option}: expected a file that ends in {suffix}, got {file}")
 
 
 def _number(name: str, place: int) -> int:
@@ -110,6 +125,8 @@ def _pictures(model: nn.Module, source: str, files: Sequence[str] | None, root: 
         )
     settings = _data_settings(source)
     if settings is None:
+        if root is not None:
+            raise ConfigError(f"--data.root: {source} is no run, and has no data; give image files with --pictures")
         return None
     settings.root = root or settings.root
     try:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -184,6 +186,10 @@ def guarded(work: Callable[[], object]) -> int:
     """Calls ``work``; what the user has to know becomes one line on the error stream and a status that is not 0."""
     try:
         work()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of the output, such as head, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except StoppedError as e:
         if e.status < 128 or not getattr(rank_zero_only, "rank", 0):
             print(e, file=sys.stderr)

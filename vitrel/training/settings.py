@@ -107,7 +107,7 @@ class OptimConfig:
         weight_decay: Decay of matrices; biases, norms and position parameters are not decayed.
         betas: AdamW's two betas.
         position_lr_scale: Learning-rate factor of the position parameters (tables, u, v): one number, or one for each
-            named term of the model, prefix among them ({bias: 10, query: 3}; the others take 1).
+            named term of the model, prefix and timm's pos_embed among them ({bias: 10, query: 3}; the others take 1).
         warmup: Part of all steps spent on the linear warm-up.
         min_lr: Learning rate of the last step as a part of lr.
         label_smoothing: Probability spread over all classes.

@@ -24,6 +24,9 @@ from vitrel.training.model import build_model
 from vitrel.training.settings import ModelConfig, OptimConfig, TrainConfig
 from vitrel.training.transforms import mix_transform
 
+ABSOLUTE = "pos_embed"
+"""timm's name of an absolute position embedding."""
+
 
 class NonFiniteError(ArithmeticError):
     """A loss or gradient that is not finite; the message is one line for the user."""
@@ -231,21 +234,22 @@ def parameter_groups(net: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]
     """AdamW's groups: ``decay``, ``no_decay`` (biases, norms, what the model names) and ``position``.
 
     Position parameters (tables, u, v) get ``position_lr_scale`` times the learning rate and no decay; they are one
-    group, or ``position_TERM`` for each term with factors by term. A parameter is in exactly one group; frozen ones are
-    in none.
+    group, or ``position_TERM`` for each term with factors by term, which may name timm's absolute embedding too
+    (``pos_embed``). A parameter is in exactly one group; frozen ones are in none.
 
     Args:
         net: A timm model, not wrapped for compiling or for several processes.
         optim: The optimizer settings.
     """
-    named = getattr(net, "no_weight_decay", set)
-    position = position_by_term(net)
+    scale = optim.position_lr_scale
+    named = set(scale) if isinstance(scale, dict) else set()
+    position = {term: p for term, p in position_by_term(net).items() if term != ABSOLUTE or term in named}
     apart = {id(p) for params in position.values() for p in params}
-    groups = param_groups_weight_decay(net, optim.weight_decay, no_weight_decay_list=set(named()))
+    kept = set(getattr(net, "no_weight_decay", set)())
+    groups = param_groups_weight_decay(net, optim.weight_decay, no_weight_decay_list=kept)
     for group in groups:
         group["params"] = [p for p in group["params"] if id(p) not in apart]
         group["name"] = "decay" if group["weight_decay"] else "no_decay"
-    scale = optim.position_lr_scale
     if not isinstance(scale, dict):
         everything = [p for params in position.values() for p in params]
         groups.append({"params": everything, "weight_decay": 0.0, "lr": optim.lr * scale, "name": "position"})
@@ -257,7 +261,7 @@ def parameter_groups(net: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]
 
 
 def position_by_term(net: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """Trainable position parameters by the term that they belong to, ``prefix`` among them; each once."""
+    """Trainable position parameters by term, each once, ``prefix`` and the absolute ``pos_embed`` among them."""
     found: dict[int, tuple[str, nn.Parameter]] = {
         id(p): (name.split(".")[0], p)
         for module in net.modules()
@@ -268,4 +272,5 @@ def position_by_term(net: nn.Module) -> dict[str, list[nn.Parameter]]:
     grouped: dict[str, list[nn.Parameter]] = {}
     for term, p in found.values():
         grouped.setdefault(term, []).append(p)
-    return grouped
+    absolute = [p for name, p in net.named_parameters() if name.split(".")[-1] == ABSOLUTE and p.requires_grad]
+    return {**grouped, ABSOLUTE: absolute} if absolute else grouped
