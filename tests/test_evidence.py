@@ -310,7 +310,8 @@ def test_what_is_said_of_the_weights_is_their_line():
     assert f"{top1:.4f} top-1" in card
     top5 = float(re.search(r"top-1, ([\d.]+) top-5 \(in float32\)", card)[1])  # to the digit in tests/test_zoo.py
     assert top5 == pytest.approx(lines[seed]["test/acc5"], abs=5e-4)
-    assert f"tested in float32 they have {100 * top1:.2f} % top-1" in (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert f"tested in float32 they have {100 * top1:.2f} % top-1" in page
     head = (REPOSITORY / "configs" / "cifar100.yaml").read_text(encoding="utf-8")
     assert f"10 epochs: {lines[0]['test/acc']:.3f} top-1 ({lines[0]['test/acc5']:.3f} top-5)" in head
 
