@@ -61,7 +61,7 @@ class SinusoidTable(Stretched):
         fill(self.proj_w, self.init_std)
 
     def forward(self, axes: Axes | None = None, stretch: bool = True) -> Tables:
-        """The entries, or those of other distance maps; without ``stretch`` the rule goes by its own all the same."""
+        """The entries, or those of other distance maps: stretched to them, or its own and what follows beyond."""
         axes = axes or self.axes
         sizes = zip(axes, self.made_for, axes if stretch else self.axes, strict=True)
         projections = (self.proj_h, self.proj_w)
@@ -133,7 +133,7 @@ class MlpTable(Stretched):
         self.mlp.fc2.reset_parameters()
 
     def forward(self, axes: Axes | None = None, stretch: bool = True) -> Tables:
-        """The entries, or those of other distance maps; without ``stretch`` the rule goes by its own all the same."""
+        """The entries, or those of other distance maps: stretched to them, or its own and what follows beyond."""
         axes, weight = axes or self.axes, self.mlp.fc1.weight
         norm = self.norm_size or tuple(size + 1 for size in self.made_for)
         sizes = zip(axes, self.made_for, axes if stretch else self.axes, norm, strict=True)
