@@ -17,8 +17,9 @@ from evidence.rows import Row, complete, find, keep, same
 from vitrel.ablate import switchable
 from vitrel.training.config import from_dict, parse
 from vitrel.training.fileio import ConfigError, one_line, read_yaml
-from vitrel.training.model import check_model, patch_pixels
+from vitrel.training.model import check_model
 from vitrel.training.run import StoppedError
+from vitrel.training.studies import check_patches
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 
@@ -155,11 +156,11 @@ def _check_tests(run: Planned) -> None:
     if not run.sizes and not run.ablate:
         return
     model = check_model(parse(list(run.options)).model)
-    patch = patch_pixels(model) or (1, 1)
     for size in run.sizes:
-        if any(side % p for side, p in zip(size, patch, strict=True)):
-            raise ConfigError(f"{run.group}.{run.row}: sizes: {size[0]}x{size[1]} px is not a multiple of the model's"
-                              f" patch of {patch[0]}x{patch[1]} px")  # fmt: skip
+        try:
+            check_patches(model, size)
+        except ConfigError as e:
+            raise ConfigError(f"{run.group}.{run.row}: {e}") from None
     if run.ablate and not switchable(model):
         raise ConfigError(f"{run.group}.{run.row}: ablate: the model has no position terms to switch off; leave it out")
 

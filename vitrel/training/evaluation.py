@@ -54,9 +54,8 @@ def examine(
     if ablate and not switchable(task.net):
         raise ConfigError("--ablate: the model has no position terms to switch off; leave it out")
     run = Path(path) if Path(path).is_dir() else Path(path).parent.parent
-    folder = (
-        out or (run if config is None else Path()) / "evaluation"
-    )  # a saved model's holds what it was exported with
+    beside = run if config is None else Path()  # a saved model's folder holds what it was exported with
+    folder = out or beside / "evaluation"
     if (ablate or sides or per_class) and folder.exists() and not folder.is_dir():
         raise ConfigError(f"--out: {folder} is a file, expected a folder for tables and figures")
     study = Study(task.net, data, trainer.strategy.root_device)

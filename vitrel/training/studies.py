@@ -121,11 +121,7 @@ class Study:
 
     def _resized(self, size: tuple[int, int]) -> dict[str, nn.Module]:
         """The model at another size, per rule that makes a difference to it."""
-        patch = patch_pixels(self.net) or (1, 1)
-        if any(side % p for side, p in zip(size, patch, strict=True)):
-            raise ConfigError(
-                f"sizes: {size[0]}x{size[1]} px is not a multiple of the model's patch of {patch[0]}x{patch[1]} px"
-            )
+        check_patches(self.net, size)
         nets: dict[str, nn.Module] = {}
         for rule in RULES:
             net = copy.deepcopy(self.net)
@@ -169,6 +165,19 @@ class Study:
                     with way():
                         right[name].append(net(pictures).argmax(-1).cpu() == labels.cpu())
         return {name: torch.cat(parts).numpy() for name, parts in right.items()}
+
+
+def check_patches(net: nn.Module, size: tuple[int, int]) -> None:
+    """Sees that a size (rows, columns) in pixels is one of whole patches.
+
+    Raises:
+        ConfigError: If it is not.
+    """
+    patch = patch_pixels(net) or (1, 1)
+    if any(side % p for side, p in zip(size, patch, strict=True)):
+        raise ConfigError(
+            f"sizes: {size[0]}x{size[1]} px is not a multiple of the model's patch of {patch[0]}x{patch[1]} px"
+        )
 
 
 def sizes_around(inputs: InputConfig, net: nn.Module) -> list[tuple[int, int]]:
